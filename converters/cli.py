@@ -73,9 +73,9 @@ class Converter(Sections):
         if len(pair) == 2:
             from converters.commands import to
 
-            other = to.pair(*pair)
+            other = to.command_for(*pair)
             also = ", which reads any format" if other.startswith("hf2") else ""
-            hint = f"convert {other} SRC OUT{also}" if other else to.elsewhere(*pair)
+            hint = f"convert {other} SRC OUT{also}" if other else to.other_way_hint(*pair)
             raise UsageError(f"there is no command {name}", hint)
         return super().resolve_command(ctx, args)
 
@@ -84,7 +84,7 @@ def formats_of(name: str) -> list[str]:
     """The formats in a word such as deepspeed-to-megatron, by the names that commands have for them."""
     from converters.commands import to
 
-    words = [to.called(word) for word in re.split("2|[-_]to[-_]", name.lower())]
+    words = [to.format_name(word) for word in re.split("2|[-_]to[-_]", name.lower())]
     return words if all(words) else []
 
 

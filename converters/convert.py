@@ -19,9 +19,9 @@ from converters.assets import files as assets
 from converters.assets.replaceable import foreign
 from converters.assets.trusted import is_read_with_model
 from converters.common.atomic import stoppable, sync_path
+from converters.common.disk_space import require_space
 from converters.common.manifest import check_manifest, small_digests
 from converters.common.progress import Progress
-from converters.common.room import require_room
 from converters.common.stripes import stripe
 from converters.move import scratch
 from converters.move.blocks import Files, finish_files
@@ -34,7 +34,7 @@ from converters.plan.plan import Job, Plan, make_plan, needs
 from converters.plan.request import Request
 from converters.prove import digest
 from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target
-from formats.disk.handle import is_elsewhere
+from formats.disk.handle import is_remote
 from formats.errors import (
     DamagedError,
     Interrupted,
@@ -298,7 +298,7 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
     """Write the small files into the staging folder. Returns their paths; they are not forced to disk yet."""
     digest.check_source(plan, digests)
     written = assets.write(request.root, target.texts, target.copies)
-    if plan.again is None or plan.remembered:
+    if plan.plan_of_output is None or plan.remembered:
         small = sorted(name for name in {*target.texts, *target.copies} if is_read_with_model(PurePath(name).name))
         home = request.root / target.home
         small_sums = small_digests(home, [os.path.relpath(name, target.home) for name in small])
@@ -319,7 +319,7 @@ def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = (
         UnsupportedError: OUT is in an object store.
     """
     out = request.out
-    if is_elsewhere(out):
+    if is_remote(out):
         raise UnsupportedError(f"{out} is in a store, and this is written into a folder", "name a folder")
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} exists and is not a folder")
@@ -405,7 +405,7 @@ def check_room(plan: Plan, request: Request, share: Share | None = None) -> None
     nbytes, files = needs(target)
     place = next(path for path in request.staging.parents if path.exists())
     nbytes += scratch.room_for(plan.sources, jobs)
-    require_room(place, nbytes - sum(present), files - len(present), request.out)
+    require_space(place, nbytes - sum(present), files - len(present), request.out)
 
 
 def _reopened(plan: Plan, root: Path) -> Plan:
@@ -422,7 +422,7 @@ def _reopened(plan: Plan, root: Path) -> Plan:
             f"the output's settings differ from the source's (output | source): {'; '.join(changed)}"
         )
     reopened = make_plan(written)
-    return replace(reopened, jobs=(*reopened.jobs, *(plan.more(written) if plan.more else ())))
+    return replace(reopened, jobs=(*reopened.jobs, *(plan.output_jobs(written) if plan.output_jobs else ())))
 
 
 def verify_output(
@@ -440,7 +440,7 @@ def verify_output(
     Raises:
         VerificationError: settings or digests differ, or the output cannot be read.
     """
-    reopened = plan.again(plan) if plan.again else _reopened(plan, root)
+    reopened = plan.plan_of_output(plan) if plan.plan_of_output else _reopened(plan, root)
     with Progress("verifying", reopened.nbytes, request.quiet, request.tell) as progress:
         try:
             limits = replace(request.limits, replicas="verify")

@@ -20,7 +20,7 @@ STATES = ("fp32", "exp_avg", "exp_avg_sq")
 Lion has only the first moment."""
 MOMENTUM = "momentum_buffer"
 """The state that Muon keeps of a matrix in place of Adam's moments: the running mean of its gradients."""
-KEPT = (*STATES, MOMENTUM)
+CARRIED = (*STATES, MOMENTUM)
 """Every state of a parameter that is carried."""
 
 
@@ -54,11 +54,11 @@ _UNSET: tuple[object, ...] = (None, False, "", (), [], {})
 """Values with which an unknown setting is taken to have no effect."""
 
 
-MORE = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
+STATE_BY_SETTING = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
 """Setting in a parameter group: the further state that an optimizer with it keeps of each parameter."""
 
 
-KEEPS = {
+OPTIMIZER_BY_STATE = {
     "momentum_buffer": "Muon or SGD with momentum",
     "exp_avg_sq_row": "Adafactor, of transformers",
     "RMS": "Adafactor, of transformers",
@@ -92,7 +92,7 @@ part as a parameter, which has no rows and columns; with FSDP2 and tensor parall
 makes a step."""
 
 
-def why_not(kept: Collection[str]) -> str:
+def refusal_hint(kept: Collection[str]) -> str:
     """The hint for an optimizer that is refused for the states that it keeps."""
     reasons = [f"{reason}: " for states, reason in ADAFACTOR.items() if not set(states).isdisjoint(kept)]
     return "".join(reasons[:1]) + "convert the weights without the optimizer"
@@ -100,7 +100,7 @@ def why_not(kept: Collection[str]) -> str:
 
 def whose(kept: Collection[str]) -> str:
     """The optimizer, other than Adam, that keeps such states, in parentheses for a message; empty if unknown."""
-    names = [name for state, name in KEEPS.items() if state in kept]
+    names = [name for state, name in OPTIMIZER_BY_STATE.items() if state in kept]
     return f" ({names[0]})" if names else ""
 
 
@@ -108,9 +108,9 @@ def require_states(group: Mapping[str, Any], where: str) -> None:
     """Refuse a parameter group whose settings give its parameters a state that is not carried.
 
     Raises:
-        UnsupportedError: a setting in `MORE` is on.
+        UnsupportedError: a setting in `STATE_BY_SETTING` is on.
     """
-    for name, state in MORE.items():
+    for name, state in STATE_BY_SETTING.items():
         if group.get(name):
             raise UnsupportedError(
                 f"{where} says {name} = {short(group[name])}: such an optimizer keeps {state} too, which is not carried"
@@ -194,14 +194,14 @@ def kind_of(about: Mapping[str, Any]) -> type[AnyGroup]:
     return Lion if "betas" in about and "eps" not in about else Group
 
 
-def kept_by(groups: Iterable[Mapping[str, Any]], kept: Collection[str]) -> tuple[str, ...]:
-    """The states of `KEPT` that parameters must have, by their groups and by the states `kept` of any parameter.
+def required_states(groups: Iterable[Mapping[str, Any]], kept: Collection[str]) -> tuple[str, ...]:
+    """The states of `CARRIED` that parameters must have, by their groups and by the states `kept` of any parameter.
 
     Without groups the states of Adam are required.
     """
     kinds = {kind_of(group) for group in groups} or {Group}
     wanted = {STATES[0], *(state for kind in kinds for state in MOMENTS[kind])}
-    return tuple(state for state in KEPT if state in wanted or (state in STATES and state in kept))
+    return tuple(state for state in CARRIED if state in wanted or (state in STATES and state in kept))
 
 
 def group_of(about: Mapping[str, Any], where: str) -> AnyGroup:
@@ -299,7 +299,7 @@ class Optimizer:
     """The optimizer of a training, independent of the framework.
 
     Attributes:
-        states: the present states of `KEPT`, each as a checkpoint of its own with the logical tensors that have it.
+        states: the present states of `CARRIED`, each as a checkpoint of its own with the logical tensors that have it.
         step: the number of updates made; None where the source does not record it, as a Lion need not count.
         groups: the parameter group of each logical tensor (name, layer).
         samples: the number of samples trained on; None where the source does not record it.

@@ -172,9 +172,9 @@ def names_in(path: Path) -> set[str] | None:
     None where listing them needs requests to a remote store, or is not permitted.
     """
     from formats.checkpoint import ASSETS
-    from formats.disk.handle import is_elsewhere
+    from formats.disk.handle import is_remote
 
-    if is_elsewhere(path):
+    if is_remote(path):
         return None
     try:
         entries = [*os.scandir(path)]  # tells folders from files without a request for each

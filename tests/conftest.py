@@ -149,7 +149,7 @@ def _transformers_in_this_process(request: pytest.FixtureRequest, monkeypatch: p
 
     from converters.plan import agreement, meta_model
 
-    monkeypatch.setattr(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
+    monkeypatch.setattr(agreement, "_answer_of_program", lambda text: json.dumps(meta_model.report(json.loads(text))))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from converters.assets.custom_code import missing_code
-from converters.assets.trusted import UNKNOWN, require_inside, require_there, why_not
+from converters.assets.trusted import UNKNOWN, refusal_reason, require_inside, require_there
 from converters.common.atomic import named
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
@@ -26,7 +26,7 @@ from formats.huggingface import mtp
 from formats.huggingface.config import dropouts, to_huggingface
 from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
 from formats.huggingface.nulls import tokens_beyond
-from formats.huggingface.quantized import stale
+from formats.huggingface.quantized import is_stale
 from formats.model.spec import ModelSpec, Spec
 
 OWN = ("*.safetensors", INDEX, "vitruvian.json")
@@ -57,15 +57,15 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
     """
     for path in sorted(folder.iterdir()):
         require_there(path, folder)
-        if path.is_file() and not why_not(path) and not any(fnmatchcase(path.name, own) for own in OWN):
+        if path.is_file() and not refusal_reason(path) and not any(fnmatchcase(path.name, own) for own in OWN):
             yield path.name, require_inside(path, folder)
         if path.is_dir() and path.name in FOLDERS:
             for inner in sorted(path.iterdir()):
-                if inner.is_file() and not why_not(inner):
+                if inner.is_file() and not refusal_reason(inner):
                     yield f"{path.name}/{inner.name}", require_inside(inner, folder)
 
 
-def carried(source: Checkpoint) -> dict[str, Path]:
+def carried_assets(source: Checkpoint) -> dict[str, Path]:
     """The assets that are carried with the weights of a checkpoint, by relative name; no processor with --only text."""
     by_name = {} if source.assets is None else dict(files(source.assets))
     return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
@@ -88,7 +88,7 @@ def not_carried(folder: Path) -> list[str]:
     return [
         path.name
         for path in sorted(folder.iterdir())
-        if not path.is_dir() and (why_not(path) or ("" if path.is_file() else UNKNOWN)) == UNKNOWN
+        if not path.is_dir() and (refusal_reason(path) or ("" if path.is_file() else UNKNOWN)) == UNKNOWN
     ]
 
 
@@ -117,11 +117,11 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     counted = list(source.dtypes().values())
     usual = max(counted, key=counted.count)
     if source.assets is None or source.config is None:
-        alone = mtp.counted(to_huggingface(spec, {}), spec, source.dropped)
+        alone = mtp.with_layer_count(to_huggingface(spec, {}), spec, source.dropped)
         return _dump({**alone, **source.token_ids, "torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     path, base = require_inside(source.assets / "config.json", source.assets), source.config
-    config = mtp.counted(to_huggingface(spec, base), spec, source.dropped)
-    plain = stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
+    config = mtp.with_layer_count(to_huggingface(spec, base), spec, source.dropped)
+    plain = is_stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
     if plain:
         del config["quantization_config"]
     named = "dtype" if "dtype" in config else "torch_dtype"

@@ -52,7 +52,7 @@ def load(path: Path) -> Tokenizer:
     return _sentencepiece(path)
 
 
-def named(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
+def named_in_yml(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
     """The tokenizer that the yml of a GPT-NeoX checkpoint names, if the yml names one that exists.
 
     Args:

@@ -52,7 +52,7 @@ _TRAVELS = re.compile("|".join(f"(?:{names})" for names in TRAVELS.values()), _F
 _READ = re.compile("|".join(f"(?:{TRAVELS[what]})" for what in WITH_A_MODEL), _FLAGS)
 
 
-def why_not(path: Path) -> str:
+def refusal_reason(path: Path) -> str:
     """The reason why a file or folder is neither carried with a model nor published; empty when it is."""
     for why, patterns in STAYS.items():
         if any(fnmatchcase(path.name.lower(), pattern) for pattern in patterns):
@@ -75,7 +75,7 @@ def require_there(path: Path, folder: Path) -> None:
     Raises:
         SourceError: the path is a broken link, as in a copy of half a Hub cache, or a pipe or a device.
     """
-    if not path.is_file() and not path.is_dir() and not why_not(path) and _TRAVELS.fullmatch(path.name):
+    if not path.is_file() and not path.is_dir() and not refusal_reason(path) and _TRAVELS.fullmatch(path.name):
         require_inside(path, folder)
         raise SourceError(f"{path} is not a regular file", "remove it if it is not of the model")
 
@@ -100,7 +100,7 @@ def require_inside(path: Path, folder: Path) -> Path:
     if place == root / path.relative_to(folder) or place.parent == _blobs(root):
         return path
     inside = place.is_relative_to(root)
-    if inside and not any(part.startswith(".") for part in place.relative_to(root).parts) and not why_not(place):
+    if inside and not any(part.startswith(".") for part in place.relative_to(root).parts) and not refusal_reason(place):
         return path
     where = "which does not travel with a model" if inside else f"which is not in {folder}"
     raise SourceError(

@@ -32,7 +32,7 @@ def lines(result: Differences, tensors: bool) -> Iterator[str]:
         if len(every) == result.compared > 1:
             yield f"all {len(every)} tensors: {what}{', ' * bool(numbers(every))}{numbers(every)}"
         else:
-            yield from _rows([(named(result, kind), what, numbers(kind)) for kind in alike])
+            yield from _rows([(key_of_kind(result, kind), what, numbers(kind)) for kind in alike])
 
 
 def kinds(result: Differences) -> Iterator[tuple[str, str, list[Difference]]]:
@@ -46,7 +46,7 @@ def kinds(result: Differences) -> Iterator[tuple[str, str, list[Difference]]]:
             yield what, tensor, kind
 
 
-def named(result: Differences, kind: Sequence[Difference]) -> str:
+def key_of_kind(result: Differences, kind: Sequence[Difference]) -> str:
     """The Hugging Face key of a kind of tensor, with the layers that differ."""
     layers = [int(difference.name.partition(".")[2]) for difference in kind if result.keys and "." in difference.name]
     if not layers:

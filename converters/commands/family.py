@@ -38,7 +38,7 @@ def draft(model: str, out: Path | None) -> None:
     Axes are told by their sizes, norms and the parts of fused tensors by what the model computes. What nobody can
     see is marked, and Megatron is refused until you take `only_here` out.
     """
-    from converters.draft.computed import alone, quiet
+    from converters.draft.computed import single_threaded, without_warnings
     from converters.draft.probes import model_of
     from converters.draft.tables import drafted
     from converters.draft.toml import draft as written
@@ -46,7 +46,7 @@ def draft(model: str, out: Path | None) -> None:
 
     if out:
         require_new(out)
-    with alone(), quiet():
+    with single_threaded(), without_warnings():
         described = model_of(model)
         made = written(described, drafted(described))
     if out is None:
@@ -72,13 +72,13 @@ def check(file: Path, model: str) -> None:
     """What FILE lacks of MODEL, and its logits after FSDP."""
     import tempfile
 
-    from converters.draft.computed import alone, quiet
+    from converters.draft.computed import single_threaded, without_warnings
     from converters.draft.judge import check as judged
     from converters.draft.probes import model_of
     from formats.huggingface.family_file import load
 
     loaded = load(file)
-    with alone(), quiet(), tempfile.TemporaryDirectory() as folder:
+    with single_threaded(), without_warnings(), tempfile.TemporaryDirectory() as folder:
         for line in judged(loaded, model_of(model), Path(folder)):
             click.echo(line)
 

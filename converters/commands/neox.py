@@ -61,7 +61,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     SRC is the run folder, whose `latest` names a checkpoint, or a global_stepN. --config takes the run's yml where
     SRC has none in configs/, or a Hugging Face folder. The flags of GPT-NeoX's own script are understood too.
     """
-    from converters.assets.found_tokenizer import attached, load, named
+    from converters.assets.tokenizer_files import attached, load, named_in_yml
 
     architecture, precision = options.pop("architecture"), options.pop("precision")
     old = [options.pop(f"old_{name}") for name in ("src", "out", "config")]
@@ -75,7 +75,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
         if options["dtype"] not in ("keep", precision):
             raise UsageError(f"--precision {precision} is not --dtype {options['dtype']}", "leave one of them out")
         options["dtype"] = precision
-    vocabulary = load(tokenizer) if tokenizer is not None else named(src, options["tag"], options["config"])
+    vocabulary = load(tokenizer) if tokenizer is not None else named_in_yml(src, options["tag"], options["config"])
     if vocabulary and vocabulary.size > (options["vocab_size"] or vocabulary.size):
         raise UsageError(f"the tokenizer has {vocabulary.size} tokens, --vocab-size says {options['vocab_size']}")
     if vocabulary and options["vocab_size"] is None:

@@ -95,7 +95,7 @@ class ShareType(click.ParamType):  # type: ignore[type-arg]  # generic since cli
         return Share(int(match[1]), int(match[2]))
 
 
-def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+def option_group(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
     """A decorator that adds several options."""
 
     def decorate(command: Command) -> Command:
@@ -118,7 +118,7 @@ def _learn(context: click.Context, _: click.Parameter, path: Path | None) -> Fam
     return family
 
 
-places = together(click.argument("src", type=FOLDER), click.argument("out", type=FOLDER))
+places = option_group(click.argument("src", type=FOLDER), click.argument("out", type=FOLDER))
 own_family = click.option(
     "--family", type=FOLDER, metavar="FILE", callback=_learn,
     help="A family of your own, in TOML: the table and the settings of a model that `convert formats` does not list.",
@@ -128,7 +128,7 @@ own_family = click.option(
 def reading_of(*formats: Format) -> Callable[[Command], Command]:
     """The options for a source of one of these formats; options that have no effect on any are hidden from help."""
     hidden = {name: not set(known) & set(formats) for name, known in KNOWN_TO.items()}
-    return together(
+    return option_group(
         click.option("--vocab-size", type=click.IntRange(1), metavar="N",
                      help="True vocabulary, where the checkpoint only knows a padded one."),
         click.option("--config", type=FOLDER, metavar="BASE",
@@ -166,7 +166,7 @@ memory = click.option(
     type=Size(),
     help="All buffers together, such as 64MiB.  [default: 4MiB a thread, 16MiB at least]",
 )
-effort = together(
+effort = option_group(
     click.option("-j", "--threads", type=click.IntRange(1, CEILING), default=cores,
                  help=f"Tensors that are converted at a time.  [default: the cores of the job, {MOST} at most]"),
     memory,
@@ -188,23 +188,23 @@ chat_template = click.option(
     "--chat-template", type=NAMED, metavar="NAME|FILE",
     help="chatml, llama3, control, or a jinja file. Tokens that it needs are added; their rows are the mean of all.",
 )  # fmt: skip
-parallel = together(
+parallel = option_group(
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size."),
     click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline parallel size."),
 )
-topology = together(
+topology = option_group(
     parallel,
     click.option("--vpp", type=click.IntRange(1), default=1, show_default=True,
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
-stages = together(
+stages = option_group(
     click.option("--first-stage-layers", type=click.IntRange(0), metavar="N",
                  help="Megatron: layers of the first pipeline stage; the others share the rest evenly."),
     click.option("--last-stage-layers", type=click.IntRange(0), metavar="N", help="Megatron: the same for the last."),
     click.option("--pp-layout", metavar="LAYOUT",
                  help="Megatron: the stages as in --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*29L'."),
 )  # fmt: skip
-megatron_files = together(
+megatron_files = option_group(
     click.option("--format", type=click.Choice(["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]),
                  help="Megatron: megatron-core's --ckpt-format, or the files of Megatron-LLM."
                       "  [default: torch; for reshard as in SRC]"),
@@ -216,7 +216,7 @@ archive = click.option(
     "--archive", is_flag=True,
     help="Megatron: one data file for all ranks; torch_dist, unless --format is fsdp_dtensor.",
 )  # fmt: skip
-experts = together(
+experts = option_group(
     click.option("--ep", type=click.IntRange(1), help="Megatron: ranks over which experts are spread.  [default: 1]"),
     click.option("--etp", type=click.IntRange(1), help="Megatron: tensor parallel size of an expert.  [default: tp]"),
     click.option("--experts", type=click.Choice(["te", "local"]),
@@ -254,7 +254,7 @@ policy = click.option(
     help="Copies of a tensor on other ranks: compare, ignore, or average in float32."
          "  [default: verify; mean for GPT-NeoX]",
 )  # fmt: skip
-writing = together(
+writing = option_group(
     dtype,
     policy,
     click.option("-n", "--dry-run", is_flag=True, help="Print the plan and write nothing."),
@@ -275,7 +275,7 @@ weights = click.option(
     help="DeepSpeed: the model's own weights, or what the optimizer keeps of each.  [default: module, if there]",
 )  # fmt: skip
 tag = click.option("--tag", metavar="NAME", help="The checkpoint in a run's folder.  [default: what `latest` says]")
-deepspeed_reading = together(tag, weights)
+deepspeed_reading = option_group(tag, weights)
 adapter = click.option(
     "--adapter", type=click.Choice(["merged", "only"]),
     help="Of a LoRA training: the merged model, or the adapter alone as PEFT saves it.",

@@ -21,7 +21,7 @@ from converters.plan.output import (
     NANOTRON,
     UNIVERSAL,
 )
-from formats.disk.handle import is_elsewhere
+from formats.disk.handle import is_remote
 
 if TYPE_CHECKING:
     from converters.plan.output import Output
@@ -174,5 +174,5 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any], to: str)
         purpose = ADAPTER_OF_PEFT if plan.source.settings.adapter == "only" else to
         name, summary = str(done.out), f"{'read back and equal' if done.verified else 'not read back'}\n"
         summary += f"source checksums: {done.source_checksums}{done.mixed and f' ({done.mixed})'}\ndigest {done.digest}"
-        summary += "" if is_elsewhere(done.out) else f"\nnext: {next_step(purpose, done.out, plan.source.spec)}"
+        summary += "" if is_remote(done.out) else f"\nnext: {next_step(purpose, done.out, plan.source.spec)}"
     click.echo(f"{name}: {done.tensors} tensors, {size(done.nbytes)} in {done.seconds:.1f} s, {summary}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FILE, together
+from converters.commands.options import FILE, option_group
 from converters.common.cli_help import command
 from converters.common.cli_main import Sections
 from formats.errors import UsageError
@@ -47,7 +47,7 @@ def _settings(context: click.Context, _: click.Parameter, path: Path | None) -> 
         context.default_map = load_settings(path)
 
 
-submitting = together(
+submitting = option_group(
     click.option("--settings", type=FILE, envvar="VITRUVIAN_SETTINGS", is_eager=True,
                  expose_value=False, callback=_settings, metavar="FILE",
                  help="YAML with slurm: {site, account, …} and container: {image}.  [$VITRUVIAN_SETTINGS]"),

@@ -39,13 +39,13 @@ INTO = {"hf": {"hf": "hf2hf", "mds": "zero2hf"}, "megatron": {"megatron": "resha
 """Target: source: the command, where it is not named `hf2…`, `…2hf` or `zero2universal` by the two formats."""
 
 
-def called(word: str) -> str:
+def format_name(word: str) -> str:
     """The name of a format in commands; empty for a word that is no format."""
     letters = re.sub("[-_.]", "", word.lower())
     return next((name for name, words in NAMES.items() if letters in words), "")
 
 
-def pair(source: str, target: str) -> str:
+def command_for(source: str, target: str) -> str:
     """The command from one format to another; empty where there is none."""
     if within := INTO.get(target, {}).get(source):
         return within
@@ -56,12 +56,12 @@ def pair(source: str, target: str) -> str:
     return f"{source}2hf" if target == "hf" else f"hf2{target}"
 
 
-def elsewhere(source: str, target: str) -> str:
+def other_way_hint(source: str, target: str) -> str:
     """The hint on what converts between two formats that no command converts between; empty if nothing is known."""
     return ELSEWHERE.get(target) or ELSEWHERE.get(f"{source} to {target}", "")
 
 
-def found(path: Path) -> Format | None:
+def detect_format(path: Path) -> Format | None:
     """The format of a source, by its files alone; None where it is of no format, or cannot be read."""
     from converters.common.hub_names import folder_of
     from formats.errors import SourceError
@@ -84,16 +84,16 @@ def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequ
     Same as the command named after the two formats, whose options it takes after OUT: see `convert hf2megatron --help`,
     for instance.
     """
-    wanted = called(target)
+    wanted = format_name(target)
     if not wanted:
         raise UsageError(
             f"there is no format {target}", f"one of {', '.join(name for name in NAMES if name not in UNWRITTEN)}"
         )
-    form = found(src)
+    form = detect_format(src)
     source = form.to_folder.removesuffix("2hf") if form else ""
-    name = pair(source or "hf", wanted)
+    name = command_for(source or "hf", wanted)
     if not name:
-        raise UsageError(f"no command writes {target} from {src}", elsewhere(source or "hf", wanted))
+        raise UsageError(f"no command writes {target} from {src}", other_way_hint(source or "hf", wanted))
     group = context.parent.command if context.parent else None
     assert isinstance(group, click.Group)
     conversion = group.commands[name]

@@ -20,7 +20,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @contextmanager
-def answered(handler: Callable[[int, FrameType | None], object], numbers: Iterable[int] = STOPS) -> Iterator[None]:
+def handling_signals(
+    handler: Callable[[int, FrameType | None], object], numbers: Iterable[int] = STOPS
+) -> Iterator[None]:
     """A context in which a handler answers signals. Only the main thread may set one: in any other nothing changes."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers} if main else {}
@@ -35,7 +37,7 @@ def answered(handler: Callable[[int, FrameType | None], object], numbers: Iterab
 def stoppable() -> Iterator[Callable[[], bool]]:
     """A context in which signals let the running jobs finish. Yields a function that tells whether a signal came."""
     came = threading.Event()
-    with answered(lambda *_: came.set()):
+    with handling_signals(lambda *_: came.set()):
         yield came.is_set
 
 

@@ -18,7 +18,7 @@ SECONDS = 20
 NONE = 1 << 62
 
 
-class Room(NamedTuple):
+class FreeSpace(NamedTuple):
     """How much may still be written.
 
     Attributes:
@@ -32,7 +32,7 @@ class Room(NamedTuple):
     of: str
 
 
-def require_room(place: Path, nbytes: int, files: int, out: Path) -> None:
+def require_space(place: Path, nbytes: int, files: int, out: Path) -> None:
     """Refuse an output for which there is no room.
 
     Args:
@@ -44,7 +44,7 @@ def require_room(place: Path, nbytes: int, files: int, out: Path) -> None:
     Raises:
         OutputError: there is less room.
     """
-    for room in rooms(place):
+    for room in free_spaces(place):
         if nbytes > room.nbytes:
             raise OutputError(f"{out} needs {size(nbytes)}, {room.of} has {size(room.nbytes)} free")
         if files > room.files:
@@ -54,10 +54,10 @@ def require_room(place: Path, nbytes: int, files: int, out: Path) -> None:
             )
 
 
-def rooms(place: Path) -> Iterator[Room]:
+def free_spaces(place: Path) -> Iterator[FreeSpace]:
     """The room that the file system of a folder has, and the room that each of its quotas leaves."""
     stats = os.statvfs(place)
-    yield Room(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else NONE, str(place))
+    yield FreeSpace(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else NONE, str(place))
     quotas = {"lustre": _lustre, "gpfs": _jutil}.get(mounted(place))
     if quotas:
         yield from quotas(place)
@@ -78,7 +78,7 @@ def _plain(where: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), where)
 
 
-def _lustre(place: Path) -> Iterator[Room]:
+def _lustre(place: Path) -> Iterator[FreeSpace]:
     """The room in the Lustre quotas of user, group and project that apply to new files in a folder.
 
     `lfs quota -q` prints path, kilobytes, quota, limit, grace, files, quota, limit, grace; 0 is no limit, a star
@@ -86,23 +86,23 @@ def _lustre(place: Path) -> Iterator[Room]:
     of Lustre 2.15).
     """
     status = place.stat()
-    answer = asked("lfs", "project", "-d", str(place)).split()
+    answer = command_output("lfs", "project", "-d", str(place)).split()
     project = answer[0] if answer and answer[0].isdigit() and answer[0] != "0" else ""
     owners = {"user": str(os.getuid()), "group": str(status.st_gid), "project": project}
     for kind, number in owners.items():
-        words = asked("lfs", "quota", "-q", f"-{kind[0]}", number, str(place)).split() if number else []
+        words = command_output("lfs", "quota", "-q", f"-{kind[0]}", number, str(place)).split() if number else []
         numbers = [word.rstrip("*") for word in words[-8:]]
         if len(numbers) != 8 or not all(numbers[index].isdigit() for index in (0, 2, 4, 6)):
             continue
         kilobytes, most, files, most_files = (int(numbers[index]) for index in (0, 2, 4, 6))
-        yield Room(
+        yield FreeSpace(
             1024 * max(0, most - kilobytes) if most else NONE,
             max(0, most_files - files) if most_files else NONE,
             f"the quota of {kind} {number} on {place}",
         )
 
 
-def _jutil(place: Path) -> Iterator[Room]:
+def _jutil(place: Path) -> Iterator[FreeSpace]:
     """The room in the quota of the JSC project whose folder this is in, as of some hours ago.
 
     A project's folders are `/e/project1/PROJECT`, `/p/scratch/PROJECT` and the like. `jutil` prints a list of objects
@@ -111,13 +111,13 @@ def _jutil(place: Path) -> Iterator[Room]:
     """
     place = place.resolve()
     project = place.parts[3] if len(place.parts) > 3 else ""
-    answer = asked("jutil", "project", "dataquota", "-p", project, "-o", "json", "-U", "KB") if project else ""
+    answer = command_output("jutil", "project", "dataquota", "-p", project, "-o", "json", "-U", "KB") if project else ""
     try:
         projects = [quota for quota in json.loads(answer) if place.is_relative_to(quota["project-dir"])]
         for quota in projects:
             kilobytes, most = (int(str(quota[name]).removesuffix("KB")) for name in ("data-usage", "data-hard-limit"))
             files, most_files = (int(quota[name]) for name in ("inode-usage", "inode-hard-limit"))
-            yield Room(
+            yield FreeSpace(
                 1024 * max(0, most - kilobytes) if most else NONE,
                 max(0, most_files - files) if most_files else NONE,
                 f"the quota of project {project} on {quota['project-dir']}",
@@ -126,7 +126,7 @@ def _jutil(place: Path) -> Iterator[Room]:
         return
 
 
-def asked(*words: str) -> str:
+def command_output(*words: str) -> str:
     """The output of a command; empty where the command does not exist, or fails."""
     if shutil.which(words[0]) is None:
         return ""

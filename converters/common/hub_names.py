@@ -34,14 +34,14 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Variables that keep huggingface_hub off the network (2.4.0, constants.py)."""
 
 
-class Found(NamedTuple):
+class ResolvedFolder(NamedTuple):
     """The folder that a name stands for; `note` tells where it was found, empty for a local folder."""
 
     folder: Path
     note: str = ""
 
 
-def folder_of(path: Path) -> Found:
+def folder_of(path: Path) -> ResolvedFolder:
     """The folder that a name of the Hub, or an address in a store, stands for; any other path as it is.
 
     Args:
@@ -55,7 +55,7 @@ def folder_of(path: Path) -> Found:
     if text.partition(":/")[0] in STORES:
         from converters.remote.path import remote
 
-        return Found(remote(path))
+        return ResolvedFolder(remote(path))
     named = text.startswith(SCHEME)
     text = "hf://" + text[len(SCHEME) :].lstrip("/") if named else text
     match = NAME.fullmatch(text)
@@ -67,19 +67,19 @@ def folder_of(path: Path) -> Found:
             raise SourceError(
                 f"{text} is not a valid name on the Hub", "such as hf://ORG/NAME, or hf://ORG/NAME@REVISION"
             )
-        return Found(path)
+        return ResolvedFolder(path)
     org, name, below = match["org"], match["name"], match["folder"] or ""
     looked = list[str]()
     if revision is None:
         for mirror in filter(None, os.environ.get("VITRUVIAN_MIRRORS", "").split(":")):
             folder = Path(mirror) / org / name
             if (folder / below).is_dir():
-                return Found(folder / below, f"{org}/{name} is taken from the mirror {folder}")
+                return ResolvedFolder(folder / below, f"{org}/{name} is taken from the mirror {folder}")
             looked.append(str(folder))
     home = cache() / f"models--{org}--{name}"
     snapshot = _snapshot(home, revision or MAIN)
     if snapshot is not None and (snapshot / below).is_dir():
-        return Found(snapshot / below, f"{org}/{name} is taken from the Hub's cache, revision {snapshot.name}")
+        return ResolvedFolder(snapshot / below, f"{org}/{name} is taken from the Hub's cache, revision {snapshot.name}")
     address = f"{org}/{name}{f'@{revision}' if revision else ''}"
     offline = next(
         (variable for variable in OFFLINE if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")), None
@@ -94,7 +94,7 @@ def folder_of(path: Path) -> Found:
             f"name one: {org}/{name}@{held[0]}",
         )
     if not named:
-        return Found(path)
+        return ResolvedFolder(path)
     looked.append(str(home))
     at = f" --revision {revision}" if revision else ""
     raise SourceError(
@@ -103,7 +103,7 @@ def folder_of(path: Path) -> Found:
     )
 
 
-def _on_hub(address: str, below: str) -> Found:
+def _on_hub(address: str, below: str) -> ResolvedFolder:
     """A folder of a repository that is read from the Hub.
 
     Raises:
@@ -122,7 +122,7 @@ def _on_hub(address: str, below: str) -> Found:
         raise type(error)(f"{address} is not a folder here; {error}", error.hint) from None
     if below and not folder.is_dir():
         raise SourceError(f"{folder} is not a folder on the Hub")
-    return Found(folder, f"{address} is read from the Hub, revision {commit}")
+    return ResolvedFolder(folder, f"{address} is read from the Hub, revision {commit}")
 
 
 def place_of(path: Path) -> Path:

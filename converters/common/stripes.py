@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from converters.common.room import asked, mounted
+from converters.common.disk_space import command_output, mounted
 
 LAYOUT = (
     "-E", "1G", "-c", "1", "-S", "4M",
@@ -26,4 +26,4 @@ LAYOUT = (
 def stripe(folder: Path) -> None:
     """Set the striping of files in a new folder, if it is on Lustre and `lfs` is installed."""
     if mounted(folder) == "lustre":
-        asked("lfs", "setstripe", *LAYOUT, str(folder))
+        command_output("lfs", "setstripe", *LAYOUT, str(folder))

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from converters.assets.replaceable import is_known_name
 from converters.common.atomic import lock, stoppable, write_all
+from converters.common.disk_space import require_space
 from converters.common.manifest import check_manifest
 from converters.common.progress import Progress
-from converters.common.room import require_room
 from converters.convert import (
     Drifted,
     check_apart,
@@ -124,7 +124,7 @@ def deliver(
     place = next(path for path in request.staging.parents if path.exists())
     nbytes = sum(sizes[:2]) + sum(path.stat().st_size for path in target.copies.values())
     nbytes += max((room_for(plan.sources, group.jobs) for group in groups), default=0)
-    require_room(place, nbytes, len(target.files) + len(target.texts) + len(target.copies), request.out)
+    require_space(place, nbytes, len(target.files) + len(target.texts) + len(target.copies), request.out)
     mark, receiver = fingerprint(plan, request.limits.replicas), receiver_of(_out(request))
     with stoppable() as stopped, disk(request), _record(request, mark) as sent:
         planned = {_name(file.path, request) for file in target.files} | {*target.texts, *target.copies}
@@ -311,7 +311,7 @@ def _clear(staging: Path) -> None:
 def _target_of(plan: Plan, request: Request) -> Target:
     if plan.target is None:
         raise ValueError("a plan without a target cannot run")
-    if plan.again is not None or not plan.target.files:
+    if plan.plan_of_output is not None or not plan.target.files:
         raise UnsupportedError(f"{request.out} is in a store, and an adapter is written into a folder", "name a folder")
     return plan.target
 

@@ -57,16 +57,16 @@ class InBucket:
         if not self.key:
             raise OutputError(f"{out} is all of a bucket", f"name a folder in it: {out}/model")
 
-    def _held(self) -> dict[str, Entry]:
+    def _present(self) -> dict[str, Entry]:
         return {key.removeprefix(f"{self.key}/"): entry for key, entry in self.bucket.every(self.key).items()}
 
     def check(self, free: Free) -> None:
         """Raise if OUT may not be written (`Receiver`)."""
-        free([*self._held()])
+        free([*self._present()])
 
     def begin(self, own: Collection[str], free: Free) -> None:
         """Prepare OUT (`Receiver`): delete the model that is replaced, its small files before its weights."""
-        others = [name for name in self._held() if name not in own]
+        others = [name for name in self._present() if name not in own]
         free(others)
         self.bucket.remove(f"{self.key}/{name}" for name in sorted(others, key=lambda name: name.endswith(WEIGHTS)))
 
@@ -76,7 +76,7 @@ class InBucket:
 
     def abandon(self, names: Collection[str]) -> None:
         """Delete the files that were sent (`Receiver`)."""
-        self.bucket.remove(f"{self.key}/{name}" for name in self._held() if name in names)
+        self.bucket.remove(f"{self.key}/{name}" for name in self._present() if name in names)
 
     def has(self, name: str, entry: Entry) -> bool:
         """Whether a file is unchanged in the bucket (`Receiver`)."""
@@ -84,13 +84,13 @@ class InBucket:
 
     def reading(self, small: Mapping[str, Path]) -> RemotePath:
         """The path where the output can be read (`Receiver`)."""
-        return beside(self.out, small)
+        return with_local_files(self.out, small)
 
     def finish(self, small: Mapping[str, Path], sent: Mapping[str, Entry]) -> None:
         """Send the small files (`Receiver`)."""
         for name, path in small.items():
             self.bucket.send(f"{self.key}/{name}", path)
-        stored = self._held()
+        stored = self._present()
         if wrong := [name for name, entry in sent.items() if stored.get(name) != entry]:
             raise VerificationError(f"{self.out}/{wrong[0]} was changed by somebody else", "run the same command again")
 
@@ -105,7 +105,7 @@ class OnHub:
         self.repo, self.branch = store, store.revision or "main"
         self.old: list[str] = []
 
-    def _held(self) -> list[str]:
+    def _present(self) -> list[str]:
         """The files below OUT at present, without the card."""
         paths = Repo(self.repo.name, self.branch).tree
         below = f"{self.key}/" if self.key else ""
@@ -114,7 +114,7 @@ class OnHub:
     def check(self, free: Free) -> None:
         """Raise if OUT may not be written (`Receiver`)."""
         if self._exists():
-            free(self._held())
+            free(self._present())
 
     def _exists(self) -> bool:
         """Whether the repository and the branch exist."""
@@ -125,15 +125,15 @@ class OnHub:
 
     def begin(self, own: Collection[str], free: Free) -> None:
         """Prepare OUT (`Receiver`): a new repository is private."""
-        from converters.hub.upload import calm, require_token
+        from converters.hub.upload import quiet_hub_logging, require_token
 
-        calm(quiet=True)
+        quiet_hub_logging(quiet=True)
         require_token()
         name, ask = self.repo.name, self.repo.ask
         ask(lambda api: api.create_repo(name, private=True, exist_ok=True))
         if self.branch != "main":
             ask(lambda api: api.create_branch(name, branch=self.branch, exist_ok=True))
-        self.old = self._held()
+        self.old = self._present()
         free([old_name for old_name in self.old if old_name not in own] if own else self.old)
         if not own:
             self.abandon(())
@@ -169,7 +169,7 @@ class OnHub:
 
     def reading(self, small: Mapping[str, Path]) -> RemotePath:
         """The path where the output can be read (`Receiver`)."""
-        return beside(RemotePath(f"hf:/{self.repo.name}@{BRANCH}") / FOLDER, small)
+        return with_local_files(RemotePath(f"hf:/{self.repo.name}@{BRANCH}") / FOLDER, small)
 
     def finish(self, small: Mapping[str, Path], sent: Mapping[str, Entry]) -> None:
         """Make the commit that publishes the model (`Receiver`)."""
@@ -195,7 +195,7 @@ def receiver_of(out: RemotePath) -> Receiver:
     return OnHub(out) if out.parts[0] == "hf:" else InBucket(out)
 
 
-def beside(out: RemotePath, small: Mapping[str, Path]) -> RemotePath:
+def with_local_files(out: RemotePath, small: Mapping[str, Path]) -> RemotePath:
     """A path in a store, listed anew, with files of the disk in place of objects that are not sent yet."""
     store = remote(out)
     mount, key = store.mount()

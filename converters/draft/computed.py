@@ -30,7 +30,7 @@ EQUAL = 1e-5
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """A context in which torch uses one thread: faster for a tiny model, above all beside other programs."""
     import torch
 
@@ -43,7 +43,7 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """A context without the warnings and progress bars of frameworks, which are of no use for a tiny model."""
     from transformers.utils import logging as progress
 
@@ -58,7 +58,7 @@ def quiet() -> Iterator[None]:
         progress.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def real(model: Model, **changes: Any) -> Any:
+def tiny_model(model: Model, **changes: Any) -> Any:
     """The tiny model with random weights."""
     import torch
     import transformers

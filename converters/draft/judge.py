@@ -38,7 +38,7 @@ def check(family: Family, model: Model, folder: Path) -> Iterator[str]:
         raise UsageError(f"{family.file} describes {described}, and the model is {model.kind} ({model.architecture})")
     _check_names(family, model)
     yield f"every tensor of {model.architecture} has a line, and every line a tensor"
-    net = computed.real(model, **_untied(model))
+    net = computed.tiny_model(model, **_untied(model))
     net.save_pretrained(folder / "hf")
     before = computed.logits(net)
     _through(family, net, before, folder)

@@ -56,15 +56,15 @@ class Probe:
         config: the config of transformers.
         sizes: the size of each axis.
         memory: shapes of the tensors in memory, in the order of the parameters.
-        hub: name, shape and pieces of each tensor that the model is saved as (`plan/lineage.py`).
-        turned: whether matrices are input-major (transformers' `Conv1D`).
+        hub: name, shape and pieces of each tensor that the model is saved as (`plan/tensor_origins.py`).
+        input_major: whether matrices are input-major (transformers' `Conv1D`).
     """
 
     config: Any
     sizes: Mapping[str, int]
     memory: Mapping[str, tuple[int, ...]]
     hub: Mapping[str, Mapping[str, Any]]
-    turned: bool
+    input_major: bool
 
 
 @dataclass(frozen=True)
@@ -189,13 +189,13 @@ class Model:
         import torch
         import transformers
 
-        from converters.plan import lineage
+        from converters.plan import tensor_origins
 
         config, sizes = self.tiny(number, **changes)
         with torch.device("meta"):
             model = getattr(transformers, self.architecture)(config)
         model._weight_conversions = None  # noqa: SLF001  # no file was loaded: the conversions are those of the class
-        answer = lineage.of_model(model, {})
+        answer = tensor_origins.trace_model(model, {})
         order = [*dict.fromkeys([*dict(model.named_parameters()), *answer["memory"]])]
         memory = {name: tuple(answer["memory"][name]) for name in order if name in answer["memory"]}
         turned = any(type(module).__name__ == "Conv1D" for module in model.modules())

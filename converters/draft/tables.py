@@ -143,11 +143,11 @@ class _Asked:
 
     @cached_property
     def whole(self) -> Any:
-        return computed.real(self.model, **self.changes)
+        return computed.tiny_model(self.model, **self.changes)
 
     @cached_property
     def one_layer(self) -> Any:
-        return computed.real(self.model, **self.changes, **{self.model.keys["layers"]: 1})
+        return computed.tiny_model(self.model, **self.changes, **{self.model.keys["layers"]: 1})
 
     @cached_property
     def norms(self) -> dict[str, str]:
@@ -190,11 +190,11 @@ def _saved(name: str, row: Row, probes: Sequence[Probe]) -> Row:
     piece = probes[0].hub[name]["pieces"][0]
     shapes = [tuple(probe.hub[name]["shape"]) for probe in probes]
     if len(tensors) > 1:
-        starts = {axis: low for axis, (low, _) in enumerate(piece.there)}
+        starts = {axis: low for axis, (low, _) in enumerate(piece.source_box)}
         dim = next(i for i, text in enumerate(_dims(row.pattern)) if ":" in text)
         tensors = (tensors[int(starts[dim] > 0)],)
     sizes = [probe.sizes for probe in probes]
-    pattern = next(patterns(tensors, shapes, sizes, key, turned=probes[0].turned), "")
+    pattern = next(patterns(tensors, shapes, sizes, key, turned=probes[0].input_major), "")
     return Row(key, pattern, doubt="" if pattern else _unknown(shapes[0], sizes[0]))
 
 
@@ -208,7 +208,7 @@ def _row(
     if stem in asked.norms and computed.NORM.search(stem.rpartition(".")[2]):
         roles = [(asked.norms[stem] + ("_bias" if kind == "bias" else ""),)]
     for tensors in roles:
-        for pattern in patterns(tensors, shapes, sizes, key, turned=probes[0].turned):
+        for pattern in patterns(tensors, shapes, sizes, key, turned=probes[0].input_major):
             if len(tensors) == 1:
                 return _turned(Row(key, pattern), asked)
             if len(tensors) == 3 and computed.is_order(pattern, sizes[0], asked.one_layer, name):

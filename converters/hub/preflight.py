@@ -73,20 +73,20 @@ def findings(assets: Assets, rows: int | None, need_template: bool = False) -> l
         rows: how many rows the embedding has, None if unknown.
         need_template: whether the model is to be served with its chat template, so that faults of the template block.
     """
-    problems = [*_held(lambda: _config(assets)), *map(Finding, missing_code(assets))]
+    problems = [*_findings_of(lambda: _config(assets)), *map(Finding, missing_code(assets))]
     vocabulary = None
     if NAME in assets:
         try:
             vocabulary = read_vocabulary(content(assets, NAME))
         except SourceError as error:
             problems.append(Finding(str(error)))
-    problems += _held(lambda: _tokenizer(assets, vocabulary, rows, need_template))
-    problems += _held(lambda: _special(assets, vocabulary, rows))
-    problems += _held(lambda: _template(assets, vocabulary, need_template))
+    problems += _findings_of(lambda: _tokenizer(assets, vocabulary, rows, need_template))
+    problems += _findings_of(lambda: _special(assets, vocabulary, rows))
+    problems += _findings_of(lambda: _template(assets, vocabulary, need_template))
     return list(dict.fromkeys(problems))
 
 
-def _held(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _findings_of(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """The findings of a check; an error on reading a file is a finding too."""
     try:
         yield from check()

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from converters.assets.trusted import require_inside, why_not
+from converters.assets.trusted import refusal_reason, require_inside
 from converters.common.hub_names import STORES
 from converters.hub import model_card
 from converters.hub.files import File
 from formats.errors import SourceError, UsageError, VerificationError, short
-from formats.huggingface.folder import strays
+from formats.huggingface.folder import unindexed_files
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 """Patterns of files that frameworks take for weights at the root of a repository."""
@@ -95,7 +95,7 @@ def plan_push(
     if not any(fnmatchcase(name, WEIGHTS[0]) for name in paths):
         raise SourceError(f"{folder} holds no *.safetensors file")
     paths.pop(model_card.NAME, None)
-    left_out += [(name, "the model is in other files") for name in strays(folder) if paths.pop(name, None)]
+    left_out += [(name, "the model is in other files") for name in unindexed_files(folder) if paths.pop(name, None)]
     files = _hashed(paths, quiet)
     text, notes = model_card.write_card(folder, repo, files, base_model)
     content = text.encode()
@@ -129,14 +129,16 @@ def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, 
     for root, folders, names in os.walk(folder, onerror=refuse):
         below = Path(root).relative_to(folder)
         for name in sorted(folders):
-            why = why_not(Path(root) / name) or ("a link to a folder" if (Path(root) / name).is_symlink() else "")
+            why = refusal_reason(Path(root) / name) or (
+                "a link to a folder" if (Path(root) / name).is_symlink() else ""
+            )
             if why:
                 folders.remove(name)
                 left_out.append(((below / name).as_posix() + "/", why))
         folders.sort()
         for name in sorted(names):
             path, shown = Path(root) / name, (below / name).as_posix()
-            if why := why_not(path) or _irregular(path):
+            if why := refusal_reason(path) or _irregular(path):
                 left_out.append((shown, why))
             elif not shown.isprintable():
                 raise SourceError(f"{folder} holds a file whose name cannot be sent: {short(shown)}")

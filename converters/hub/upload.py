@@ -23,7 +23,7 @@ from shlex import join, quote
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from converters.common.atomic import answered
+from converters.common.atomic import handling_signals
 from converters.hub.files import File
 from converters.hub.model_card import version
 from converters.hub.push_plan import MAIN, STEP, WEIGHTS, Push
@@ -101,7 +101,7 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
     """
     from huggingface_hub import HfApi
 
-    calm(quiet=quiet)
+    quiet_hub_logging(quiet=quiet)
     api, target, url = HfApi(library_name="vitruvian", library_version=version()), plan.revision or MAIN, ""
     with _explained(plan.repo, command(plan)):
         before = _prepared(api, plan, target)
@@ -170,7 +170,7 @@ def _hashes(plan: Push, file: File) -> tuple[str, str]:
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-def calm(*, quiet: bool) -> None:
+def quiet_hub_logging(*, quiet: bool) -> None:
     """Bound huggingface_hub's buffers, show its progress on terminals only, and silence logs with signed addresses."""
     os.environ.update({name: value for name, value in XET.items() if name not in os.environ})
     from huggingface_hub import utils
@@ -242,7 +242,7 @@ def _ended_by_signals(staging: str, retry: str) -> Iterator[None]:
         sys.stderr.flush()
         os._exit(Interrupted.exit_code)
 
-    with answered(end):
+    with handling_signals(end):
         yield
 
 

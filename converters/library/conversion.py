@@ -35,7 +35,7 @@ from converters.plan.opening import open_only, open_training, replicas_of, sourc
 from converters.plan.output import UNIVERSAL, plan_output
 from converters.plan.request import Request, named_of
 from converters.prove import digest
-from formats.disk.handle import is_elsewhere
+from formats.disk.handle import is_remote
 from formats.errors import UsageError
 from formats.torch_files import saves
 
@@ -167,7 +167,7 @@ def carry_out(
         jobs = run_share(planned, share, request, drifted)
         nbytes, seconds = sum(job.nbytes for job in jobs), time.monotonic() - began
         return Part(str(share), request.out, len(jobs), nbytes, seconds, averaged, tuple(notes))
-    if is_elsewhere(request.out):
+    if is_remote(request.out):
         from converters.delivery.deliver import deliver
 
         digests = deliver(planned, request, drifted, verdicts.append)
@@ -196,7 +196,7 @@ def check(planned: plans.Plan, request: Request) -> None:
         OutputError: OUT exists, or is in the source, or there is no room for it.
         VerificationError: the source contradicts its manifest.
     """
-    if is_elsewhere(request.out):
+    if is_remote(request.out):
         from converters.delivery import deliver
 
         deliver.check(planned, request)
@@ -284,11 +284,11 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
     reading = {name: value for name, value in options.items() if name in Reading.__optional_keys__}
     settings = settings_of(reading)
     opened = (open_training if to == UNIVERSAL else open_only)(src, settings, family)
-    request = asked(out, options, source_of(opened))
+    request = request_from(out, options, source_of(opened))
     return plan_output(opened, request, to, output_of(options)), request
 
 
-def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
+def request_from(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
     """The request that the options of `Conversion` make, for an opened source."""
     return Request(
         place_of(out),

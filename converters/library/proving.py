@@ -22,13 +22,13 @@ from converters.library.options import Effort, Place, Reading, checked, known_fa
 from converters.move.engine import digest_of
 from converters.move.journal import Share
 from converters.plan.agreement import APART, file_differences, setting_differences
-from converters.plan.names import alike
+from converters.plan.names import with_same_names
 from converters.plan.opening import open_source, require_effect, require_family, require_known
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Limits
 from converters.plan.targets import plan_reading
 from converters.prove.diff import Difference, compare
-from converters.prove.resumed import digests, is_begun, journal_of
+from converters.prove.resumed import digests, has_journal, journal_of
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.errors import SourceError, UsageError, VerificationError, some
 from formats.huggingface import folder as huggingface
@@ -255,7 +255,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     changed = changed_files(checkpoint.home)
     notes = [UNCOMPARED_FILES] if changed is None else []
     states = remembered_states(checkpoint.home)
-    read = partial(_resumed, out, effects, share) if share or is_begun(out) else None
+    read = partial(_resumed, out, effects, share) if share or has_journal(out) else None
     verified = _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects, read)
     if read and share is None:
         shutil.rmtree(journal_of(out))
@@ -273,7 +273,7 @@ def _resumed(out: Path, effects: Effects, share: Share | None, plan: Plan) -> di
 def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
     checkpoint = effects.open(out, own_config(out, effects.settings), alone=False)
     source = effects.open(src, own_config(src, effects.settings, out), checkpoint, alone=False)
-    checkpoint, source = alike(checkpoint, source)
+    checkpoint, source = with_same_names(checkpoint, source)
     differing = setting_differences(checkpoint, source)
     jobs = plan_reading(source).jobs
     here, there = (sorted(set(side.dtypes().values())) for side in (checkpoint, source))
@@ -325,7 +325,7 @@ def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False)
     """The differences between two checkpoints of any formats, tensor by tensor; `measured`: with distances."""
     first = effects.open(one, own_config(one, effects.settings, two), alone=False)
     second = effects.open(two, own_config(two, effects.settings, one), first, alone=False)
-    first, second = alike(first, second)
+    first, second = with_same_names(first, second)
     left, right = plan_reading(first), plan_reading(second)
     with effects.progress("comparing", left.nbytes) as progress:
         differing = compare(left, right, effects.limits, progress.advance, measured=measured)

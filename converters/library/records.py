@@ -11,7 +11,7 @@ from converters.assets import files as assets
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import config as hf_config
-from formats.huggingface import text_alone
+from formats.huggingface import language_model
 from formats.registry import format_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "files": len(source.files),
         "bytes": weights,
         "dropped": len(source.dropped),
-        "assets": [*assets.carried(source)],
+        "assets": [*assets.carried_assets(source)],
         "optimizer": _optimizer(source),
         "manifest": (source.home / MANIFEST).is_file(),
         "notes": _notes(source),
@@ -102,16 +102,16 @@ def _notes(source: Checkpoint) -> list[str]:
 
 def plan_record(plan: Plan) -> dict[str, Any]:
     """The record of a plan, as `convert plan --json` prints it."""
-    from converters.plan.plan import filled, name_in, needs
+    from converters.plan.plan import fill_count, name_in, needs
 
     source, target = plan.source, plan.target
-    notes = [*(_notes(source) if plan.again is None else ()), *plan.notes]
+    notes = [*(_notes(source) if plan.plan_of_output is None else ()), *plan.notes]
     if source.dropped:
         notes.append(
             f"what is no weight of the model is not carried: {len(source.dropped)} such as {source.dropped[0]}"
         )
     if source.left is not None:
-        parts = text_alone.parts(source.left)
+        parts = language_model.modules_of(source.left)
         notes.append(f"--only {source.settings.only} leaves out {len(source.left)} tensors: {some(parts, 6)}")
     record: dict[str, Any] = {
         "source": {
@@ -130,7 +130,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     if plan.inputs:
         record["sources"] = [{"path": str(entry.checkpoint.root), **entry.record} for entry in plan.inputs]
     padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
-    if padding and plan.more is None:
+    if padding and plan.output_jobs is None:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
     record["residue"] = _residue(source)
     if target:
@@ -139,7 +139,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "small_files": sorted([*target.texts, *target.copies]),
             "bytes": sum(file.size for file in target.files),
             "needs": dict(zip(("bytes", "files"), needs(target), strict=True)),
-            "filled_elements": filled(target) - _carried_padding(plan),
+            "filled_elements": fill_count(target) - _carried_padding(plan),
             "filled_with": FILL[target.padding],
         }
     return record
@@ -154,5 +154,5 @@ def _carried_padding(plan: Plan) -> int:
 
 def _residue(source: Checkpoint) -> dict[str, list[str]]:
     """Settings that no table knows, by the file that they are in."""
-    of_config = {} if source.config is None else {"config.json": hf_config.residue(source.config)}
+    of_config = {} if source.config is None else {"config.json": hf_config.unknown_keys(source.config)}
     return {name: keys for name, keys in (of_config | dict(source.details.residue)).items() if keys}

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from converters.common.atomic import answered, lock, write_all
+from converters.common.atomic import handling_signals, lock, write_all
 from converters.common.manifest import read_manifest, total
 from converters.library.conversion import plan
 from converters.library.exporting import Export, ExportError, export_one
@@ -38,7 +38,7 @@ ENDED = ("converted", "failed", "gone", "removed")
 """States of a checkpoint that is not to be converted, as long as its files are the same."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of an OUT without room; there may be room at the next look."""
-AGAIN = {7, 8, Interrupted.exit_code}
+CONVERTED_AGAIN = {7, 8, Interrupted.exit_code}
 """Exit codes of failures that may pass: no room, no network, a signal. A killed process is retried too."""
 
 Record = Mapping[str, Any]
@@ -294,7 +294,7 @@ class Stop:
 def stoppable() -> Iterator[Stop]:
     """A context in which a signal ends a watch between two steps of its work."""
     stop = Stop()
-    with answered(stop.ask):
+    with handling_signals(stop.ask):
         yield stop
 
 
@@ -409,7 +409,7 @@ def _state(export: Export, before: Record | None) -> str:
     if not export.src.exists():
         return "gone"
     first = export.exit_code == SourceError.exit_code and (before is None or before.get("error") != export.error)
-    return "again" if first or export.exit_code in AGAIN or export.exit_code < 0 else "failed"
+    return "again" if first or export.exit_code in CONVERTED_AGAIN or export.exit_code < 0 else "failed"
 
 
 def _remove(watch: Watch) -> None:

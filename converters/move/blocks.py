@@ -54,7 +54,7 @@ class Files:
     turns: Turns = field(default_factory=Turns)
     descriptors: Descriptors = field(default_factory=Descriptors)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
-    loom: threading.Lock = field(default_factory=threading.Lock)
+    interleaved_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, path: Path, writable: bool = False) -> AbstractContextManager[Handle]:
         """The descriptor of a file, to be used while the context is entered; what is written to it is synced."""
@@ -112,11 +112,11 @@ class Files:
             self.sums.add(fragment, at, piece)
 
     @contextmanager
-    def weaving(self, fragment: Fragment) -> Iterator[None]:
+    def interleaved_write(self, fragment: Fragment) -> Iterator[None]:
         """Hold the lock for interleaved regions. Their checksum is computed from disk afterwards."""
         if self.sums:
             self.sums.forget(fragment)
-        with self.loom:
+        with self.interleaved_lock:
             yield
 
     def sync(self) -> None:
@@ -180,8 +180,8 @@ def scatter(
     """Write a tile to the leaves that hold it. For an interleaved leaf, elements in between are read and rewritten."""
     item = tile.itemsize
     for part in parts(start, shape):
-        where, sparsest = region(part.leaf, start, shape), SPARSEST if part.woven else 1
-        with files.weaving(part.fragment) if part.woven else nullcontext():
+        where, sparsest = region(part.leaf, start, shape), SPARSEST if part.interleaved else 1
+        with files.interleaved_write(part.fragment) if part.interleaved else nullcontext():
             for address, position, span, dims in runs(where, len(scratch), sparsest):
                 piece = scratch[:span].data.cast("B")
                 if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):

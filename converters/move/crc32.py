@@ -80,4 +80,4 @@ class Checksums:
         key = (path, offset)
         if self.small[key] >= MANY:
             return None
-        return crc32.whole(self.sums[key], self.sizes[key])
+        return crc32.crc_from_sum(self.sums[key], self.sizes[key])

@@ -82,7 +82,7 @@ class Share(NamedTuple):
         together: dict[tuple[Path, int], int] = {}
         for job in ordered:
             middle = (2 * before + job.nbytes) * self.of // max(1, 2 * total)
-            woven = [(part.fragment.path, part.fragment.offset) for part in job.targets if part.woven]
+            woven = [(part.fragment.path, part.fragment.offset) for part in job.targets if part.interleaved]
             share = next((together[place] for place in woven if place in together), min(middle, self.of - 1))
             together |= dict.fromkeys(woven, share)
             if share == self.number - 1:

@@ -120,7 +120,7 @@ class SourceChecks:
                     self.entries[key] = None
             if complete:
                 if counted is not None:  # an entry that another process has completed, that process has judged too
-                    self._judge(fragment, member, crc32.whole(entry.register, member.size))
+                    self._judge(fragment, member, crc32.crc_from_sum(entry.register, member.size))
                 with self.lock:
                     self.fresh.append(key)
 
@@ -199,7 +199,7 @@ class SourceChecks:
             if complete:
                 self.entries[key] = None
         if complete:
-            self._judge(fragment, member, crc32.whole(entry.register, member.size))
+            self._judge(fragment, member, crc32.crc_from_sum(entry.register, member.size))
             with self.lock:
                 self.fresh.append(key)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from converters.common.atomic import lock
-from converters.common.room import mounted
+from converters.common.disk_space import mounted
 
 ONE_WRITER = frozenset({"tmpfs", "ext3", "ext4", "xfs", "btrfs", "overlay"})
 """File systems whose buffered writes hold the inode's lock exclusively, as /proc/mounts names them (Linux 6:

@@ -38,7 +38,7 @@ from converters.move.source_checks import Entries, SourceChecks
 from converters.move.turns import Turns
 from converters.plan.plan import Job
 from converters.plan.request import Limits
-from formats.disk.handle import is_elsewhere
+from formats.disk.handle import is_remote
 from formats.disk.safetensors import Fragment
 from formats.errors import Interrupted, VitruvianError
 
@@ -162,8 +162,8 @@ def _is_portable(job: Job) -> bool:
     Not portable are: a stream, which is read in order from where its previous tensor ended; an interleaved tensor,
     which one writer at a time writes; and a file in a store, which only the process that has signed in can read.
     """
-    return not any(part.woven for part in job.targets) and not any(
-        fragment.stream is not None or is_elsewhere(fragment.path) for fragment in _fragments(job)
+    return not any(part.interleaved for part in job.targets) and not any(
+        fragment.stream is not None or is_remote(fragment.path) for fragment in _fragments(job)
     )
 
 

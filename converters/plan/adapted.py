@@ -116,7 +116,7 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
     )
     text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n"
     target = Target(written.files, {peft.CONFIG: text.encode()}, {})
-    return replace(make_plan(source, target, request.cast), again=_read_back)
+    return replace(make_plan(source, target, request.cast), plan_of_output=_read_back)
 
 
 def _read_back(plan: Plan) -> Plan:
@@ -191,7 +191,7 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
         raise UnsupportedError(f"{saved.root} holds {' and '.join(sorted(dtypes))}", "cast all of them with --dtype")
     options = Options(tp=tp, dialect=DIALECT, trainer="bridge")
     target = bridge.write(request.root, spec, dtypes.pop(), scale * rank, options, iteration)
-    plan = replace(make_plan(source, target, request.cast), again=lambda plan: _bridge_back(plan, base.assets))
+    plan = replace(make_plan(source, target, request.cast), plan_of_output=lambda plan: _bridge_back(plan, base.assets))
     return replace(plan, inputs=(Input(source, {}), Input(base, {})))
 
 

@@ -23,7 +23,7 @@ from converters.common.manifest import check_manifest, read_manifest
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import find_family
-from formats.huggingface.config import from_huggingface, residue, untold
+from formats.huggingface.config import config_differences, from_huggingface, unknown_keys
 from formats.huggingface.folder import has_weights, read_files
 from formats.layout.table import MTP
 from formats.model.coherence import FURTHER, Finding, contradictions, losses, predicts_further
@@ -76,7 +76,11 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
         return []
     check_manifest(source)  # where there is a manifest, its error message is the better one
     parsed = json.loads(config)
-    answer = {"why": "the weights are quantized"} if parsed.get("quantization_config") else ask(parsed, spec.shapes)
+    answer = (
+        {"why": "the weights are quantized"}
+        if parsed.get("quantization_config")
+        else ask_transformers(parsed, spec.shapes)
+    )
     if "why" not in answer:
         _require_tie(source, spec, answer)
         _refuse(source, _of_transformers(answer, parsed, known_only=not source.settings.verbatim))
@@ -119,17 +123,17 @@ def _require_tie(source: Checkpoint, spec: Verbatim, answer: Mapping[str, Any]) 
         )
 
 
-def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def ask_transformers(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """The report of transformers on a config and tensor shapes (`meta_model.report`), or `why` there is none."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         return {"why": f"{' and '.join(lacking)} not installed"}
-    answer: dict[str, Any] = json.loads(_asked(json.dumps({"config": config, "shapes": shapes})))
+    answer: dict[str, Any] = json.loads(_answer_of_program(json.dumps({"config": config, "shapes": shapes})))
     return answer
 
 
 @lru_cache(maxsize=4)
-def _asked(request: str) -> str:
+def _answer_of_program(request: str) -> str:
     import subprocess
 
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -223,7 +227,7 @@ def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     verbatim = isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim)
     if changed or not verbatim or first.config is None or other.config is None:
         return changed
-    return untold(first.config, other.config)
+    return config_differences(first.config, other.config)
 
 
 APART = "config.json differs in keys that no tensor depends on"
@@ -238,7 +242,7 @@ def file_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     left_out = FURTHER if MTP in first.settings.drop else ()
     return [
         f"{name}: {short(ours.get(name))} | {short(theirs.get(name))}"
-        for name in dict.fromkeys([*residue(ours), *residue(theirs)])
+        for name in dict.fromkeys([*unknown_keys(ours), *unknown_keys(theirs)])
         if ours.get(name) != theirs.get(name) and name not in left_out
     ]
 
@@ -256,7 +260,7 @@ def model_differences(source: Checkpoint, config: Mapping[str, Any], own: Mappin
         UnsupportedError: the model computes something that the family of its config does not have.
     """
     if isinstance(source.spec, Verbatim):
-        return untold(own, config) if source.config else []
+        return config_differences(own, config) if source.config else []
     family = find_family(config)
     if family is None:
         return [f"family: {source.spec.family} | {config.get('model_type')}"]

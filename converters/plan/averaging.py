@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from converters.assets.files import TOKENIZER, carried
+from converters.assets.files import TOKENIZER, carried_assets
 from converters.plan.agreement import APART, file_differences, setting_differences
-from converters.plan.names import alike
+from converters.plan.names import with_same_names
 from converters.plan.opening import replicas_of
 from converters.plan.output import Output, plan_output
 from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable
@@ -174,7 +174,7 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
             f"{first.root} and {other.root}: {APART} (here | there): {some(changed, 4)}",
             "a mean has the config of the first: if that is meant, copy it into the others",
         )
-    left, right = alike(first, other)
+    left, right = with_same_names(first, other)
     if isinstance(left.spec, Verbatim) and isinstance(right.spec, Verbatim):
         ours, theirs = ({name: shape for name, _, shape in spec.boxes()} for spec in (left.spec, right.spec))
         odd = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -197,7 +197,9 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
 def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:
     """A note on each checkpoint whose tokenizer files differ from those of the first."""
     names = [name for name in TOKENIZER if not name.endswith(".jinja")]
-    first, *others = [{name: path for name, path in carried(model).items() if name in names} for model in sources]
+    first, *others = [
+        {name: path for name, path in carried_assets(model).items() if name in names} for model in sources
+    ]
     odd = {
         source.root: [name for name in first.keys() & files if first[name].read_bytes() != files[name].read_bytes()]
         for source, files in zip(sources[1:], others, strict=True)

@@ -128,7 +128,7 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     )
     adapter = peft.parse(saved, [*in_memory])
     if isinstance(base.spec, Verbatim) and not adapter.keys(in_memory) <= in_memory.keys():
-        in_memory = names.by_memory(base, in_memory)
+        in_memory = names.slots_by_name_in_memory(base, in_memory)
         adapter = peft.parse(saved, [*in_memory])
     separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
     slots = on_hub if separate else in_memory
@@ -233,7 +233,7 @@ def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Check
     spec = base.spec
     shared = {"embedding"} if spec.tied else set()
     if isinstance(spec, Verbatim):
-        shared = {*spec.copies.values(), *names.shared(base, spec)}
+        shared = {*spec.copies.values(), *names.tied_names(base, spec)}
     changed = sorted(adapter.keys(slots)) if shared else []
     shared_keys = (key for key in changed if slots[key].replica or shared.intersection(slots[key].rule.pattern.tensors))
     key = next(shared_keys, "")

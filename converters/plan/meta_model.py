@@ -25,7 +25,7 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         `missing` and `unexpected` names, `mismatched` with the shape that is there and that of the model, and `errors`,
-        beside what `lineage.of_model` returns, or the error in it as `unnamed`; `errors` alone where config and weights
+        beside what `trace_model` returns, or the error in it as `unnamed`; `errors` alone where config and weights
         make no model; or `why` transformers has no answer.
     """
     try:
@@ -73,7 +73,7 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         "unexpected": sorted(set(loading["unexpected_keys"]) - apart),
         "mismatched": sorted(mismatched),
         "errors": list(map(str, loading["error_msgs"])),
-        **_lineage(made, request["shapes"]),
+        **_tensor_origins(made, request["shapes"]),
     }
 
 
@@ -93,19 +93,21 @@ def _is_paired(kind: str, name: str) -> bool:
     return any(name == classes if isinstance(classes, str) else name in classes for classes in names)
 
 
-def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """The result of `lineage.of_model`; the error as `unnamed` where the version of transformers cannot be followed."""
-    path = Path(__file__).with_name("lineage.py")
-    spec = importlib.util.spec_from_file_location("lineage", path)
+def _tensor_origins(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
+    """The result of `trace_model`; the error as `unnamed` where it cannot follow the version of transformers."""
+    path = Path(__file__).with_name("tensor_origins.py")
+    spec = importlib.util.spec_from_file_location("tensor_origins", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        lineage: dict[str, Any] = module.of_model(model, {name: tuple(shape) for name, shape in shapes.items()})
+        tensor_origins: dict[str, Any] = module.trace_model(
+            model, {name: tuple(shape) for name, shape in shapes.items()}
+        )
     except Exception as error:  # noqa: BLE001  # whatever the version's own code raises
         return {"unnamed": _line(error)}
-    return lineage
+    return tensor_origins
 
 
 def _line(error: Exception) -> str:

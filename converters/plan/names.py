@@ -1,7 +1,8 @@
 """Rename the tensors of models without a table between files and memory, as transformers converts them.
 
-`lineage.py` tells which boxes of tensors in memory each tensor of a file consists of. A checkpoint whose tensors have
-the one kind of names is read as if it had the other: each physical tensor is a part of the tensors that are written.
+`tensor_origins.py` tells which boxes of tensors in memory each tensor of a file consists of. A checkpoint whose tensors
+have the one kind of names is read as if it had the other: each physical tensor is a part of the tensors that are
+written.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Move(NamedTuple):
-    """The box `here` of a tensor, which is the box `there` of the tensor `name`.
+    """The box `box` of a tensor, which is the box `target_box` of the tensor `name`.
 
-    `axes` has, for each dimension of `here`, the dimension of `there` that it runs along, or None.
+    `axes` has, for each dimension of `box`, the dimension of `target_box` that it runs along, or None.
     """
 
-    here: Box
+    box: Box
     name: str
-    there: Box
+    target_box: Box
     axes: tuple[int | None, ...]
 
 
@@ -47,7 +48,7 @@ class Names(NamedTuple):
     copies: tuple[str, ...] = ()
 
 
-class Answer(NamedTuple):
+class TransformersNames(NamedTuple):
     """The answer of transformers on a model without a table.
 
     Args:
@@ -63,12 +64,12 @@ class Answer(NamedTuple):
     tied: Mapping[str, str]
 
 
-def known(source: Checkpoint, config: Mapping[str, Any]) -> bool:
+def has_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> bool:
     """Whether transformers tells what the tensors of a checkpoint are called in memory."""
-    return _asked(source, config) is not None
+    return _transformers_names(source, config) is not None
 
 
-def in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+def with_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint with tensor names of files, as if it had the names that its model has in memory.
 
     Args:
@@ -78,7 +79,7 @@ def in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     Raises:
         UnsupportedError: transformers converts a tensor in a way that boxes cannot describe.
     """
-    answer = _asked(source, config)
+    answer = _transformers_names(source, config)
     if answer is None:
         return source
     spec, memory = answer.spec, answer.memory
@@ -93,7 +94,7 @@ def in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     return _renamed(source, spec, config, Names(shapes, moves), "its name in memory")
 
 
-def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+def with_names_in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint with the tensor names that its model has in memory, as if it had those that transformers saves.
 
     Args:
@@ -103,7 +104,7 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     Raises:
         UnsupportedError: transformers converts a tensor in a way that boxes cannot describe.
     """
-    answer = _asked(source, config)
+    answer = _transformers_names(source, config)
     if answer is None:
         return source
     spec, memory = answer.spec, answer.memory
@@ -123,7 +124,7 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     return _renamed(source, spec, config, names, "the name that transformers saves it under")
 
 
-def under(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, str]) -> Checkpoint:
+def with_names(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, str]) -> Checkpoint:
     """A checkpoint with some of its tensors under other names of files, by those that they have.
 
     Raises:
@@ -140,7 +141,7 @@ def under(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, str])
     return _renamed(source, spec, config, Names(shapes, moves), "the name that files of the Hub have")
 
 
-def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
+def slots_by_name_in_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     """The slots of tensors in files by the names that the tensors have in memory.
 
     Args:
@@ -150,22 +151,22 @@ def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     Returns:
         A tensor that is the same in memory under another name is under that name; all others are as they were.
     """
-    answer = _asked(source, json.loads(config_text(source, None)))
+    answer = _transformers_names(source, json.loads(config_text(source, None)))
     hub = {name: entry for name, entry in answer.hub.items() if name in slots and entry["pieces"]} if answer else {}
     moves = ((name, move) for name, entry in hub.items() for move in _pieces(source, name, entry))
     renamed = {name: move.name for name, move in moves if move == _whole(move.name, slots[name].shape)}
     return {new: slot._replace(keys=(new,)) for key, slot in slots.items() for new in [renamed.get(key, key)]}
 
 
-def shared(source: Checkpoint, spec: Verbatim) -> set[str]:
+def tied_names(source: Checkpoint, spec: Verbatim) -> set[str]:
     """All names, in memory and in files, of the tensors that transformers ties others to, such as an embedding."""
-    answer = agreement.ask(json.loads(config_text(source, None)), spec.shapes)
+    answer = agreement.ask_transformers(json.loads(config_text(source, None)), spec.shapes)
     originals = {*answer.get("tied", {}).values()}
     hub = answer.get("hub", {}).items()
     return originals | {name for name, entry in hub if originals & {piece[0] for piece in entry["pieces"] or ()}}
 
 
-def alike(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+def with_same_names(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Two checkpoints of models without a table, both with tensor names of files where their names differ.
 
     If their files are of versions of transformers with different names, both have the names in memory.
@@ -174,11 +175,11 @@ def alike(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint
     if not all(isinstance(spec, Verbatim) for spec in specs) or _boxes(first) == _boxes(second):
         return first, second
     left, right = (
-        each if each.format == HUGGINGFACE.name else in_files(each, json.loads(config_text(each, None)))
+        each if each.format == HUGGINGFACE.name else with_names_in_files(each, json.loads(config_text(each, None)))
         for each in (first, second)
     )
     if _boxes(left) != _boxes(right):
-        inner, other = (in_memory(each, json.loads(config_text(each, None))) for each in (left, right))
+        inner, other = (with_names_in_memory(each, json.loads(config_text(each, None))) for each in (left, right))
         left, right = (inner, other) if _boxes(inner) == _boxes(other) else (left, right)
     return left, right
 
@@ -187,16 +188,16 @@ def _boxes(source: Checkpoint) -> set[tuple[str, int | None, tuple[int, ...]]]:
     return {*source.spec.boxes()}
 
 
-def _asked(source: Checkpoint, config: Mapping[str, Any]) -> Answer | None:
+def _transformers_names(source: Checkpoint, config: Mapping[str, Any]) -> TransformersNames | None:
     """The answer of transformers on the names of a checkpoint; None where it has none, or is not to be asked."""
     spec = source.spec
     if not isinstance(spec, Verbatim) or source.settings.verbatim or config.get("quantization_config"):
         return None
-    answer = agreement.ask(config, spec.shapes)
+    answer = agreement.ask_transformers(config, spec.shapes)
     if "memory" not in answer:
         return None
     shapes = {name: tuple(shape) for name, shape in answer["memory"].items()}
-    return Answer(spec, shapes, answer["hub"], answer["tied"])
+    return TransformersNames(spec, shapes, answer["hub"], answer["tied"])
 
 
 def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator[Move]:
@@ -252,11 +253,11 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     copy = placed.slot.replica
     number = names.copies.index(old) + 1 if old in names.copies else 0  # so that its copies have different numbers
     copy = copy._replace(shared=copy.shared or number > 0, number=copy.number * (len(names.copies) + 1) + number)
-    part = Cut(whole.here) if placed.part is None else placed.part
+    part = Cut(whole.box) if placed.part is None else placed.part
     for move in names.moves.get(old, (whole,)):
         if move.name in new.copies:
             continue
-        slot = untabled.slot(placed.key, move.name, new.shapes[move.name], copy, turned=move.name in new.turned)
+        slot = untabled.slot(placed.key, move.name, new.shapes[move.name], copy, transposed=move.name in new.transposed)
         if move._replace(name=old) == whole and new.shapes[move.name] == spec.shapes[old]:
             yield placed._replace(slot=slot)
         elif part.flat:
@@ -271,17 +272,17 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
 def _cut(fragment: Fragment, box: Box, move: Move) -> tuple[Fragment, Cut] | None:
     """The elements of a move in a fragment that holds `box` of the old tensor, and their box in the new one, if any."""
     here = tuple(
-        (max(begin, low_there), min(end, stop)) for (begin, end), (low_there, stop) in zip(box, move.here, strict=True)
+        (max(begin, low_there), min(end, stop)) for (begin, end), (low_there, stop) in zip(box, move.box, strict=True)
     )
     if any(low >= high for low, high in here):
         return None
     steps = zip(here, box, fragment.strides, strict=True)
     offset = sum((low - start) * stride for (low, _), (start, _), stride in steps)
-    ranges, strides = list(move.there), [0] * len(move.there)
+    ranges, strides = list(move.target_box), [0] * len(move.target_box)
     for dim, axis in enumerate(move.axes):
         if axis is None:
             continue
-        start = move.there[axis][0] + here[dim][0] - move.here[dim][0]
+        start = move.target_box[axis][0] + here[dim][0] - move.box[dim][0]
         ranges[axis] = (start, start + here[dim][1] - here[dim][0])
         strides[axis] = fragment.strides[dim]
     view = fragment._replace(

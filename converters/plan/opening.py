@@ -26,7 +26,7 @@ FLAGS = {"values": "set"}
 """Setting of a reader: its flag, where that has another name."""
 
 
-def located(path: Path, settings: Settings) -> tuple[Path, Settings, list[str]]:
+def resolve_source(path: Path, settings: Settings) -> tuple[Path, Settings, list[str]]:
     """The folder of a source, the settings with the folder of its config, and notes on what was found for Hub names.
 
     Raises:
@@ -61,7 +61,7 @@ def open_source(path: Path, settings: Settings, formats: Sequence[Format] = ()) 
         SourceError: there is no checkpoint, or it is damaged.
         UsageError: the checkpoint is of another format.
     """
-    path, settings, notes = located(path, settings)
+    path, settings, notes = resolve_source(path, settings)
     source = open_checkpoint(path, settings, formats)
     source = replace(source, notes=(*source.notes, *notes))
     if formats and format_of(source) not in formats:
@@ -107,7 +107,7 @@ def open_training(path: Path, settings: Settings, family: Family | None) -> Chec
 
     if not is_partitioned(folder_of(path).folder, settings.tag):
         return open_only(path, settings, family)
-    path, settings, _ = located(path, settings)
+    path, settings, _ = resolve_source(path, settings)
     from formats.deepspeed import NEOX
 
     states = open_states(path, settings)

@@ -23,25 +23,26 @@ from formats.layout.slots import ORIGINAL, Layout, Replica
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leaf, and the fragment that holds it; `woven` if elements of other leaves are between its own (interleaved).
+    """A leaf, and the fragment that holds it; `interleaved` if elements of other leaves are between its own.
 
-    A woven part is written by one process and one thread at a time: the write rewrites the elements in between too.
+    An interleaved part is written by one process and one thread at a time: the write rewrites the elements in between
+    too.
     """
 
     leaf: Leaf
     fragment: Fragment
-    woven: bool = False
+    interleaved: bool = False
 
 
 class Parts(Sequence[Part]):
-    """The parts of a logical tensor in the physical tensors `placed`, made on demand, followed by those in `more`."""
+    """The parts of a logical tensor in the physical tensors `placed`, made on demand, followed by those in `extra`."""
 
-    __slots__ = ("leaves", "more", "placed", "tensor")
+    __slots__ = ("extra", "leaves", "placed", "tensor")
 
     def __init__(self, tensor: str) -> None:
         self.tensor, self.leaves = tensor, 0
         self.placed: list[Placed] = []
-        self.more: tuple[Part, ...] = ()
+        self.extra: tuple[Part, ...] = ()
 
     def add(self, placed: Placed, leaves: int) -> None:
         """Add the parts of one more physical tensor, which are as many as its `leaves`."""
@@ -49,11 +50,11 @@ class Parts(Sequence[Part]):
         self.leaves += leaves
 
     def __len__(self) -> int:
-        return self.leaves + len(self.more)
+        return self.leaves + len(self.extra)
 
     def __iter__(self) -> Iterator[Part]:
         single = chain.from_iterable(placed.each() if placed.files else (placed,) for placed in self.placed)
-        return chain(chain.from_iterable(_parts(placed, self.tensor) for placed in single), self.more)
+        return chain(chain.from_iterable(_parts(placed, self.tensor) for placed in single), self.extra)
 
     def __getitem__(self, index: Any) -> Any:
         """One part, or those of a slice, found by iterating from the first."""
@@ -74,7 +75,7 @@ class Parts(Sequence[Part]):
     def prove(self, shape: tuple[int, ...], name: str) -> None:
         """Prove that each element of the box `shape` is in exactly one part. Raises as `prove_tiling`."""
         layouts = tuple((placed.layout, placed.slot.expert) for placed in self.placed)
-        if self.more or not _tiled(self.tensor, layouts, shape):
+        if self.extra or not _tiled(self.tensor, layouts, shape):
             prove_tiling([part.leaf for part in self], shape, name)
 
     def prove_copies(self, shape: tuple[int, ...], name: str) -> None:
@@ -119,7 +120,7 @@ def written_parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Par
     """The parts of logical tensors by (tensor, layer), those of all copies together."""
     by_tensor: dict[tuple[str, int | None], Parts] = {}
     for placed in tensors:
-        for tensor, count, _ in _held(placed.kind):
+        for tensor, count, _ in _leaf_counts(placed.kind):
             key = tensor, placed.slot.layer
             if key not in by_tensor:
                 by_tensor[key] = Parts(tensor)
@@ -138,7 +139,7 @@ def _counts(layout: Layout) -> tuple[tuple[str, int, int], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _held(kind: Kind) -> tuple[tuple[str, int, int], ...]:
+def _leaf_counts(kind: Kind) -> tuple[tuple[str, int, int], ...]:
     """Of each tensor on all ranks: its name, how many leaves it has, and how many elements these have."""
     counts: dict[str, tuple[int, int]] = {}
     for layout, _, _ in kind.each():
@@ -151,7 +152,7 @@ def _held(kind: Kind) -> tuple[tuple[str, int, int], ...]:
 def empty(placed: Placed) -> int:
     """How many elements of a physical tensor, on all of its ranks, belong to no logical tensor."""
     count = len(placed.files.ranks) if placed.files else 1
-    return count * prod(placed.fragment.shape) - sum(numel for _, _, numel in _held(placed.kind))
+    return count * prod(placed.fragment.shape) - sum(numel for _, _, numel in _leaf_counts(placed.kind))
 
 
 def _parts(placed: Placed, tensor: str) -> Iterator[Part]:

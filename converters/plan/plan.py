@@ -186,11 +186,11 @@ class Input(NamedTuple):
 
     Attributes:
         checkpoint: the checkpoint that is read.
-        about: further entries for record and manifest, such as the weight of the checkpoint.
+        record_entries: further entries for record and manifest, such as the weight of the checkpoint.
     """
 
     checkpoint: Checkpoint
-    about: Mapping[str, Any]
+    record_entries: Mapping[str, Any]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Input(NamedTuple):
             "name": checkpoint.home.name,
             "format": checkpoint.format,
             "topology": dict(checkpoint.topology),
-            **self.about,
+            **self.record_entries,
         }
 
 
@@ -208,10 +208,10 @@ class Input(NamedTuple):
 class Plan:
     """All jobs of a conversion; without a target, those of reading the source once.
 
-    `spec` is that of the output; `notes` are messages for the user. `again` makes from the plan one that reads the
-    output, where no reader of a checkpoint would read all of it; such an output has no manifest, unless it is
-    `remembered`: when it is read later, its tensors have the names of the plan. `more` gives the jobs that read what
-    an output holds besides the weights. `inputs` are all sources, where there are several; the first of them is
+    `spec` is that of the output; `notes` are messages for the user. `plan_of_output` makes from the plan one that reads
+    the output, where no reader of a checkpoint would read all of it; such an output has no manifest, unless it is
+    `remembered`: when it is read later, its tensors have the names of the plan. `output_jobs` gives the jobs that read
+    what an output holds besides the weights. `inputs` are all sources, where there are several; the first of them is
     `source`.
     """
 
@@ -220,8 +220,8 @@ class Plan:
     jobs: tuple[Job, ...]
     target: Target | None = None
     notes: tuple[str, ...] = ()
-    again: Callable[[Plan], Plan] | None = None
-    more: Callable[[Checkpoint], Iterable[Job]] | None = None
+    plan_of_output: Callable[[Plan], Plan] | None = None
+    output_jobs: Callable[[Checkpoint], Iterable[Job]] | None = None
     inputs: tuple[Input, ...] = ()
     remembered: bool = False
 
@@ -271,9 +271,9 @@ def make_plan(
         UnsupportedError: a cast would change 8-bit weights with scales, or an element type that has no cast.
     """
     source_parts, twins = parts_of(source.tensors), parts_of(source.twins)
-    partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
+    partial, centred = (_less_one(source.tensors, condition) for condition in ("partial", "centred"))
     held_there = list(target.tensors) if target else []
-    wanted, less_one = written_parts(held_there), _marked(held_there, "centred")
+    wanted, less_one = written_parts(held_there), _less_one(held_there, "centred")
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
@@ -297,7 +297,7 @@ def make_plan(
                 parts.prove(held_shape, f"{name} in the {side}{f' ({copy})' if copy else ''}")
         if written:
             written.prove_copies(shape, f"{name} in the target")
-        written.more = tuple(repeated.get((tensor, layer), ()))
+        written.extra = tuple(repeated.get((tensor, layer), ()))
         dtype = dtypes[tensor, layer]
         jobs.append(
             Job(
@@ -318,7 +318,7 @@ def make_plan(
     return Plan(source, spec or source.spec, tuple(jobs), target)
 
 
-def _marked(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | None]]:
+def _less_one(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | None]]:
     """The (tensor, layer) of physical tensors whose table lines have a condition."""
     return {
         (name, placed.slot.layer)
@@ -424,6 +424,6 @@ def needs(target: Target) -> tuple[int, int]:
     return nbytes + sum(map(len, target.texts.values())), len(names) + len(folders) + 3
 
 
-def filled(target: Target) -> int:
+def fill_count(target: Target) -> int:
     """How many elements of the target are fill (vocabulary padding)."""
     return sum(map(empty, target.tensors))

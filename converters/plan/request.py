@@ -10,7 +10,7 @@ from typing import Any
 
 from converters.common.cores import cores
 from converters.common.progress import Tell
-from formats.disk.handle import is_elsewhere
+from formats.disk.handle import is_remote
 from formats.errors import OutputError
 
 COMMIT_SECONDS = 0.25
@@ -104,7 +104,7 @@ class Request:
     @property
     def staging(self) -> Path:
         """The folder of an unfinished output: beside OUT; in the current folder, if OUT is in an object store."""
-        if is_elsewhere(self.place):
+        if is_remote(self.place):
             return Path.cwd() / (re.sub(r"[^\w.@-]+", "-", str(self.place)) + ".partial")
         return self.place.with_name(self.place.name + ".partial")
 

@@ -71,12 +71,12 @@ def plan_huggingface(
 
         source, quantization = quantized(source)
     if source.format != HUGGINGFACE.name and isinstance(source.spec, Verbatim):
-        source = names.in_files(source, json.loads(assets.config_text(source, None)))
+        source = names.with_names_in_files(source, json.loads(assets.config_text(source, None)))
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets)
     further = {item.key for item in source.tensors if item.slot.replica and MTP in item.slot.rule.conditions}
     further |= (index or {"weight_map": {}})["weight_map"].keys()
-    carried = assets.carried(source)
+    carried = assets.carried_assets(source)
     carried |= dict(assets.records(source.root)) if source.format == FSDP.name else {}
     spec, texts, notes = source.spec, {}, list[str]()
     if template is not None:
@@ -127,7 +127,7 @@ def plan_megatron(
         optimizer: the optimizer state that is written beside the weights, for a training that is resumed.
         args: arguments of a training that is resumed from another framework.
     """
-    from formats.huggingface.text_alone import WHOLES
+    from formats.huggingface.language_model import WHOLES
     from formats.megatron import lacking, megatron_llm
     from formats.megatron.args import flags, providers
     from formats.megatron.args.options import DIST, FSDP_DTENSOR
@@ -181,18 +181,18 @@ def _whole(
     source: Checkpoint, request: Request, options: Options, iteration: int | None, args: Mapping[str, Any] | None
 ) -> Plan:
     """A plan that writes a model of images for Megatron-Bridge."""
-    from formats.megatron import torch_dist, whole
+    from formats.megatron import torch_dist, vision_language
     from formats.megatron.args.visions import VISIONS
     from formats.megatron.details import Megatron
 
     text = assets.config_text(source, _cast_to(request))
     config, compared = json.loads(text), agreement.notes(source, source.spec, text)
-    source = source if source.format == HUGGINGFACE.name else names.in_files(source, config)
+    source = source if source.format == HUGGINGFACE.name else names.with_names_in_files(source, config)
     assert isinstance(source.spec, Verbatim)
     on_hub = VISIONS[source.spec.family].on_hub
-    source = names.under(source, config, {key: on_hub(key) for key in source.spec.shapes})
+    source = names.with_names(source, config, {key: on_hub(key) for key in source.spec.shapes})
     assert isinstance(source.spec, Verbatim)
-    model = whole.of(source.spec, config, str(source.root))
+    model = vision_language.describe(source.spec, config, str(source.root))
     notes = model.notes(options.accepted)
     saved = source.details.args if isinstance(source.details, Megatron) else {}
     args, dtypes = assets.dropouts_of(source) | dict(args or saved), cast_dtypes(source, request.cast)
@@ -275,7 +275,7 @@ def plan_mistral(source: Checkpoint, request: Request) -> Plan:
     spec = _in_tables(source, "Mistral's")
     require_vocab(source)
     target = mistral.write(request.root, spec, cast_dtypes(source, request.cast))
-    carried = assets.carried(source)
+    carried = assets.carried_assets(source)
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
     copies = {name: path for name, path in carried.items() if name not in texts}
     return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
@@ -288,9 +288,11 @@ def _inside(
     own = assets.own_family(source.spec, f"{folder}/")
     if not source.assets:
         return {}, own
-    copies = {f"{folder}/{name}": path for name, path in assets.carried(source).items() if name != "config.json"} | own
+    copies = {
+        f"{folder}/{name}": path for name, path in assets.carried_assets(source).items() if name != "config.json"
+    } | own
     texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request), spec)}
-    if source.format == HUGGINGFACE.name and not huggingface.pickled(source.root):
+    if source.format == HUGGINGFACE.name and not huggingface.has_only_pickles(source.root):
         texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
     elif (source.assets / huggingface.INDEX).is_file() and not source.settings.only:
         copies[f"{folder}/{huggingface.INDEX}"] = require_inside(source.assets / huggingface.INDEX, source.assets)
@@ -316,12 +318,12 @@ def plan_fsdp(
     compared = agreement.notes(source, source.spec, config)
     untold = False
     if isinstance(source.spec, Verbatim) and source.format == HUGGINGFACE.name:
-        untold = not names.known(source, json.loads(config))
-        source = names.in_memory(source, json.loads(config))
+        untold = not names.has_names_in_memory(source, json.loads(config))
+        source = names.with_names_in_memory(source, json.loads(config))
     dtypes = cast_dtypes(source, request.cast)
     target = fsdp.write(request.root, source.spec, dtypes, ranks, trained, trainer=trainer)
     texts = {**target.texts, "config.json": config}
-    copies = {name: path for name, path in assets.carried(source).items() if name not in texts}
+    copies = {name: path for name, path in assets.carried_assets(source).items() if name not in texts}
     copies |= assets.own_family(source.spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
     return replace(plan, notes=(*plan.notes, *compared, *([UNTOLD] if untold else ())))

@@ -21,18 +21,18 @@ MOST_ROWS = 20_000
 
 
 class Piece(NamedTuple):
-    """The box `here` of a tensor, which is the box `there` of the tensor `name`.
+    """The box `box` of a tensor, which is the box `source_box` of the tensor `name`.
 
-    `axes` has, for each dimension of `here`, the dimension of `there` that it runs along, or None.
+    `axes` has, for each dimension of `box`, the dimension of `source_box` that it runs along, or None.
     """
 
     name: str
-    there: Box
-    here: Box
+    source_box: Box
+    box: Box
     axes: tuple[int | None, ...]
 
 
-class Followed(torch.Tensor):
+class TracedTensor(torch.Tensor):
     """A tensor without data that records its pieces; None where they are not known."""
 
     pieces: tuple[Piece, ...] | None = None
@@ -42,7 +42,7 @@ class Followed(torch.Tensor):
         """Compute as torch does, and set the pieces of the results."""
         compute: Any = super().__torch_function__
         result = compute(function, types, args, kwargs or {})
-        follow = FOLLOW.get(getattr(function, "__name__", ""))
+        follow = TRACERS.get(getattr(function, "__name__", ""))
         if follow is not None:
             parts = [result] if isinstance(result, torch.Tensor) else result
             for part, pieces in zip(parts, follow(result, *args, **(kwargs or {})), strict=True):
@@ -53,9 +53,9 @@ class Followed(torch.Tensor):
 Pieces = tuple[Piece, ...] | None
 
 
-def whole(name: str, shape: Sequence[int]) -> Followed:
+def traced(name: str, shape: Sequence[int]) -> TracedTensor:
     """A tensor of a model in memory, whose one piece is itself."""
-    tensor = torch.empty(tuple(shape), device="meta").as_subclass(Followed)
+    tensor = torch.empty(tuple(shape), device="meta").as_subclass(TracedTensor)
     box = tuple((0, size) for size in shape)
     tensor.pieces = (Piece(name, box, box, tuple(range(len(shape)))),)
     return tensor
@@ -71,14 +71,14 @@ def _narrow(pieces: Pieces, dim: int, low: int, high: int) -> Pieces:
         return None
     narrowed = []
     for piece in pieces:
-        first, last = max(piece.here[dim][0], low), min(piece.here[dim][1], high)
+        first, last = max(piece.box[dim][0], low), min(piece.box[dim][1], high)
         if first >= last:
             continue
-        axis, there = piece.axes[dim], piece.there
+        axis, there = piece.axes[dim], piece.source_box
         if axis is not None:
-            start = there[axis][0] + first - piece.here[dim][0]
+            start = there[axis][0] + first - piece.box[dim][0]
             there = _put(there, axis, (start, start + last - first))
-        narrowed.append(piece._replace(here=_put(piece.here, dim, (first - low, last - low)), there=there))
+        narrowed.append(piece._replace(box=_put(piece.box, dim, (first - low, last - low)), source_box=there))
     return tuple(narrowed)
 
 
@@ -101,8 +101,8 @@ def _cat(result: Any, tensors: Any, dim: int = 0) -> Iterator[Pieces]:
             yield None
             return
         for piece in tensor.pieces:
-            first, last = piece.here[dim]
-            pieces.append(piece._replace(here=_put(piece.here, dim, (low + first, low + last))))
+            first, last = piece.box[dim]
+            pieces.append(piece._replace(box=_put(piece.box, dim, (low + first, low + last))))
         low += tensor.shape[dim]
     yield tuple(pieces)
 
@@ -114,15 +114,15 @@ def _stack(result: Any, tensors: Any, dim: int = 0) -> Iterator[Pieces]:
             yield None
             return
         for piece in tensor.pieces:
-            here = (*piece.here[:dim], (number, number + 1), *piece.here[dim:])
-            pieces.append(piece._replace(here=here, axes=(*piece.axes[:dim], None, *piece.axes[dim:])))
+            here = (*piece.box[:dim], (number, number + 1), *piece.box[dim:])
+            pieces.append(piece._replace(box=here, axes=(*piece.axes[:dim], None, *piece.axes[dim:])))
     yield tuple(pieces)
 
 
 def _ordered(pieces: tuple[Piece, ...], order: Sequence[int]) -> tuple[Piece, ...]:
     """The pieces with the dimensions `order`, in this order."""
     return tuple(
-        piece._replace(here=tuple(piece.here[i] for i in order), axes=tuple(piece.axes[i] for i in order))
+        piece._replace(box=tuple(piece.box[i] for i in order), axes=tuple(piece.axes[i] for i in order))
         for piece in pieces
     )
 
@@ -160,15 +160,15 @@ def _reshape(result: Any, tensor: Any, *_: Any) -> Iterator[Pieces]:
         return
     pieces = []
     for piece in tensor.pieces:
-        for row in product(*(range(low, high) for low, high in piece.here[: len(rows)])):
-            there = piece.there
-            for index, (low, _high), axis in zip(row, piece.here, piece.axes, strict=False):
+        for row in product(*(range(low, high) for low, high in piece.box[: len(rows)])):
+            there = piece.source_box
+            for index, (low, _high), axis in zip(row, piece.box, piece.axes, strict=False):
                 if axis is not None:
-                    start = piece.there[axis][0] + index - low
+                    start = piece.source_box[axis][0] + index - low
                     there = _put(there, axis, (start, start + 1))
             number = sum(index * prod(rows[dim + 1 :]) for dim, index in enumerate(row))
             after = [number // prod(rows_after[dim + 1 :]) % size for dim, size in enumerate(rows_after)]
-            here = (*((index, index + 1) for index in after), *piece.here[len(rows) :])
+            here = (*((index, index + 1) for index in after), *piece.box[len(rows) :])
             pieces.append(Piece(piece.name, there, here, (*[None] * len(after), *piece.axes[len(rows) :])))
     yield tuple(pieces)
 
@@ -177,14 +177,14 @@ def _same(_: Any, tensor: Any, *__: Any, **___: Any) -> Iterator[Pieces]:
     yield tensor.pieces
 
 
-FOLLOW: dict[str, Callable[..., Iterator[Pieces]]] = {
+TRACERS: dict[str, Callable[..., Iterator[Pieces]]] = {
     "chunk": _parts, "split": _parts, "cat": _cat, "stack": _stack, "squeeze": _squeeze, "transpose": _transpose,
     "view": _reshape, "reshape": _reshape, "contiguous": _same, "clone": _same, "detach": _same,
 }  # fmt: skip
 """Name of a torch function: the function that gives the pieces of its results."""
 
 
-def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
+def trace_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
     """The tensors of a model in memory, which of them are copies, and those that it would be saved as.
 
     Args:
@@ -209,12 +209,12 @@ def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
             tied = {name: original if other == copy else other for name, other in tied.items() if name != original}
             tied[copy] = original
     memory = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    kept = {name: whole(name, shape) for name, shape in memory.items() if name not in tied}
+    kept = {name: traced(name, shape) for name, shape in memory.items() if name not in tied}
     if kept.keys() <= shapes.keys():  # the names are those in memory: no file was loaded that would tell those in files
         model._weight_conversions = None  # noqa: SLF001
     hub = revert_weight_conversion(model, dict(kept))
     if any(shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape) for name, tensor in hub.items()):
-        _turn(model)
+        _transpose_always(model)
         hub = revert_weight_conversion(model, dict(kept))
     saved = {
         name: {"shape": list(tensor.shape), "pieces": getattr(tensor, "pieces", None)} for name, tensor in hub.items()
@@ -222,7 +222,7 @@ def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
     return {"memory": {name: list(shape) for name, shape in memory.items()}, "tied": tied, "hub": saved}
 
 
-def _turn(model: Any) -> None:
+def _transpose_always(model: Any) -> None:
     """Make transformers transpose the tensors that it only transposes where their shape in a file differs."""
     for conversion in getattr(model, "_weight_conversions", None) or ():
         for operation in getattr(conversion, "operations", ()):

@@ -228,18 +228,18 @@ def plan_mds_run(
     groups, step = (matrices, vectors._replace(weight_decay=0.0)), stored.updates(source.home)
     weights, states = _split(source, stored, request.cast)
     states = {"fp32": _trained(weights), **states}
-    saved = source.details.stands if isinstance(source.details, MegatronDeepSpeed) else {}
+    saved = source.details.progress if isinstance(source.details, MegatronDeepSpeed) else {}
     counted = saved.get(mds_optimizer.SAMPLES, stored.samples) if samples is None else samples
-    stands = {name: value for name, value in saved.items() if samples is None or name not in mds_optimizer.OF_FILE}
-    stands |= {} if counted is None else {mds_optimizer.SAMPLES: counted}
+    progress = {name: value for name, value in saved.items() if samples is None or name not in mds_optimizer.OF_FILE}
+    progress |= {} if counted is None else {mds_optimizer.SAMPLES: counted}
     notes = portable_optimizer.decayed_vectors(vectors)
-    if mds_optimizer.SCHEDULER not in stands:
+    if mds_optimizer.SCHEDULER not in progress:
         notes.append("the schedule of the training is that of its command line, at the samples that it has seen")
     if counted is None:
         notes.append(f"{portable_optimizer.NO_SAMPLES} (--consumed-samples N)")
     notes += [f"{name} is not carried: it is that of other ranks" for name in source.state if "rng_state" in name]
     options = replace(options, iteration=step if iteration is None else iteration)
-    resumed = mds_optimizer.Resumed(tuple(states), groups, step, stands)
+    resumed = mds_optimizer.Resumed(tuple(states), groups, step, progress)
     plan = plan_mds(replace(weights, dropped=()), request, options, resumed)
     target = plan.target
     assert target is not None
@@ -401,7 +401,7 @@ def _with_states(
 
     paths = (path for state in states.values() for path in files_of(state.tensors))
     source = replace(plan.source, files=tuple(dict.fromkeys([*plan.source.files, *paths])), state=())
-    return replace(plan, source=source, jobs=(*plan.jobs, *jobs), notes=(*plan.notes, *notes), more=more)
+    return replace(plan, source=source, jobs=(*plan.jobs, *jobs), notes=(*plan.notes, *notes), output_jobs=more)
 
 
 def _reader_of_same(

@@ -135,9 +135,9 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     copies = assets.own_family(source.spec)
     if source.assets:
         target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
-        copies |= {name: path for name, path in assets.carried(source).items() if name != "config.json"}
+        copies |= {name: path for name, path in assets.carried_assets(source).items() if name != "config.json"}
     files = tuple(dict.fromkeys(path for each in (source, *opened.values()) for path in each.files))
-    described = "; ".join(f"{_told(group)} ({len(members)} parameters)" for group, members in groups.items())
+    described = "; ".join(f"{_notes(group)} ({len(members)} parameters)" for group, members in groups.items())
     order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {described}"
     target = replace(target, copies=copies)
     notes = (order, UNTAKEN, *_not_restored(buffers), *_not_in_stage_3(opened))
@@ -206,7 +206,7 @@ def _settings(group: AnyGroup | None) -> dict[str, Any]:
     return {**group._asdict(), **({"amsgrad": False} if isinstance(group, Group) else {})} if group else {}
 
 
-def _told(group: AnyGroup | None) -> str:
+def _notes(group: AnyGroup | None) -> str:
     """The settings of a parameter group as text for the user."""
     return (
         ", ".join(f"{name} {value}" for name, value in group._asdict().items()) if group else "as the training has it"
@@ -247,12 +247,12 @@ def _jobs(opened: Mapping[str, Checkpoint], target: Target) -> tuple[Job, ...]:
     for state, checkpoint in opened.items():
         files = tuple(file for file in target.files if file.path.stem == state)
         jobs = make_plan(checkpoint, replace(target, files=files), "fp32").jobs
-        apart = (each for job in jobs for each in _apart(job, checkpoint, files))
+        apart = (each for job in jobs for each in _summand_jobs(job, checkpoint, files))
         state_jobs += (replace(job, state="" if state == "fp32" else state) for job in apart)
     return tuple(state_jobs)
 
 
-def _apart(job: Job, source: Checkpoint, files: Sequence[OutputFile]) -> Iterator[Job]:
+def _summand_jobs(job: Job, source: Checkpoint, files: Sequence[OutputFile]) -> Iterator[Job]:
     """The jobs of a sum over ranks, one for each rank, which gets its own summand again; any other job as it is."""
     if not (job.partial and job.replicas):
         yield job

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from formats.disk.handle import opened, pread, size_of
 from formats.errors import SourceError
-from formats.torch_files.archive import stored
+from formats.torch_files.archive import members_of
 from formats.torch_files.crc32 import crc_of
 
 SUFFIXES = (".pt", ".pth", ".bin", ".distcp")
@@ -70,7 +70,7 @@ def amend(path: Path, changed: Iterable[tuple[int, int]]) -> None:
     ranges = list(changed)
     with path.open("r+b") as file:
         fd = file.fileno()
-        for member in stored(fd, path):
+        for member in members_of(fd, path):
             touched = any(at < member.start + member.size and member.start < at + size for at, size in ranges)
             if not touched or not member.crc:
                 continue
@@ -92,7 +92,7 @@ def _one(path: Path, advance: Callable[[int], None]) -> Iterator[str | None]:
             yield None
             return
         try:
-            for member in stored(fd, path):
+            for member in members_of(fd, path):
                 if member.crc and crc_of(fd, member.start, member.size, path) != member.crc:
                     yield f"{path}: {member.name} ({member.size} bytes at byte {member.start})"
                 else:

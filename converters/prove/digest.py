@@ -14,8 +14,8 @@ from converters.common.manifest import dumped, read_manifest, remembered_states,
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
 from formats.errors import VerificationError, count
-from formats.huggingface.text_alone import parts
-from formats.optimizer import KEPT, STATES
+from formats.huggingface.language_model import modules_of
+from formats.optimizer import CARRIED, STATES
 
 
 def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -> bytes:
@@ -28,12 +28,12 @@ def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -
     """
     sections: dict[str, dict[str, Any]] = {"tensors": {}}
     for job in plan.jobs:
-        if not job.state or job.state in KEPT:  # padding belongs to no tensor
+        if not job.state or job.state in CARRIED:  # padding belongs to no tensor
             about = {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]}
             sections.setdefault("optimizer" if job.state else "tensors", {})[job.name] = about
     source: dict[str, Any] = {"format": plan.source.format, "topology": dict(plan.source.topology)}
     if plan.source.left is not None:
-        source["left_out"] = parts(plan.source.left)
+        source["left_out"] = modules_of(plan.source.left)
     weights = total(of_weights(plan, digests))
     facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
     if plan.inputs:

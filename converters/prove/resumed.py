@@ -21,7 +21,7 @@ def journal_of(out: Path) -> Path:
     return place.with_name(place.name + ".verify")
 
 
-def is_begun(out: Path) -> bool:
+def has_journal(out: Path) -> bool:
     """Whether a part of a checkpoint was verified, or a verification was interrupted."""
     return (journal_of(out) / JOURNAL).is_file()
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from converters.remote.object_store import changed
-from converters.remote.patience import Again, is_passing, patiently
+from converters.remote.retries import RetryError, is_transient, with_retries
 from converters.remote.store import Entry
 from formats.errors import NetworkError, SourceError, UsageError, VitruvianError
 
@@ -72,7 +72,7 @@ class Repo:
 
     def fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:
         """Bytes of a file (`Store`)."""
-        return patiently(f"{self.url}/{key}", lambda: self._fetch(key, entry, start, stop))
+        return with_retries(f"{self.url}/{key}", lambda: self._fetch(key, entry, start, stop))
 
     def _fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:
         from huggingface_hub import get_session
@@ -88,7 +88,7 @@ class Repo:
         content_range = answer.headers.get("Content-Range", "")
         if answer.status_code == 206 and content_range == f"bytes {start}-{stop - 1}/{entry.size}":
             if len(answer.content) != stop - start:
-                raise Again(f"{len(answer.content)} bytes of {stop - start} came")
+                raise RetryError(f"{len(answer.content)} bytes of {stop - start} came")
             return memoryview(answer.content)
         with self.lock:
             self.places.pop(key, None)  # the signed address has expired, or the token
@@ -96,9 +96,9 @@ class Repo:
             raise changed(self.url, key)
         if answer.status_code == 200:
             raise NetworkError(f"{self.url}/{key} is not served by ranges", "download it: hf download " + self.name)
-        if home and not is_passing(answer.status_code):
+        if home and not is_transient(answer.status_code):
             raise self._refused(answer.status_code)
-        raise Again(f"the Hub answers {answer.status_code}", pause_of(answer.headers))
+        raise RetryError(f"the Hub answers {answer.status_code}", pause_of(answer.headers))
 
     def _place(self, key: str, entry: Entry) -> str:
         """The address of a file's bytes.
@@ -129,8 +129,8 @@ class Repo:
         return HfApi(library_name="vitruvian")
 
     def ask(self, act: Callable[[Any], Result], tries: int | None = None) -> Result:
-        """Send a request to the Hub, repeated up to `tries` times (`patiently`)."""
-        return patiently(self.url, lambda: self._meant(lambda: act(self._api)), tries)
+        """Send a request to the Hub, repeated up to `tries` times (`with_retries`)."""
+        return with_retries(self.url, lambda: self._meant(lambda: act(self._api)), tries)
 
     def _meant(self, act: Callable[[], Result]) -> Result:
         """Call a function, and turn known errors of huggingface_hub into errors for the user."""
@@ -142,12 +142,12 @@ class Repo:
             raise offline(self.url) from None
         except HfHubHTTPError as error:
             status = error.response.status_code
-            if is_passing(status):
-                raise Again(f"the Hub answers {status}", pause_of(error.response.headers)) from None
+            if is_transient(status):
+                raise RetryError(f"the Hub answers {status}", pause_of(error.response.headers)) from None
             raise self._refused(status) from None
         except Exception as error:
             if type(error).__module__.partition(".")[0] in LIBRARIES or isinstance(error, OSError):
-                raise Again(f"{type(error).__name__} {error}") from None
+                raise RetryError(f"{type(error).__name__} {error}") from None
             raise
 
     def _refused(self, status: int) -> VitruvianError:

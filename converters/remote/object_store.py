@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from converters.remote.patience import Again, is_passing, line, patiently
+from converters.remote.retries import RetryError, is_transient, line, with_retries
 from converters.remote.store import Entry
 from formats.errors import SourceError, UnsupportedError, UsageError
 
@@ -126,7 +126,7 @@ class Bucket:
         return {entry["path"]: _entry(entry) for entry in entries}
 
     def _ask(self, key: str, act: Callable[[], Result]) -> Result:
-        """Send a request to the store, repeated while it fails for a passing reason (`patiently`).
+        """Send a request to the store, repeated while it fails for a passing reason (`with_retries`).
 
         Raises:
             NetworkError: the store does not answer.
@@ -144,14 +144,14 @@ class Bucket:
             except (FileNotFoundError, PreconditionError):
                 raise
             except (PermissionDeniedError, UnauthenticatedError) as error:
-                raise UsageError(f"{where} may not be used: {_said(error)}", KEYS.get(self.scheme, "")) from None
+                raise UsageError(f"{where} may not be used: {_message_of(error)}", KEYS.get(self.scheme, "")) from None
             except (BaseError, OSError, ValueError) as error:
                 status = re.search(r"status code: (\d{3})", str(error))
-                if status and not is_passing(int(status[1])):
-                    raise self._refused(where, int(status[1]), _said(error)) from None
-                raise Again(_said(error)) from None
+                if status and not is_transient(int(status[1])):
+                    raise self._refused(where, int(status[1]), _message_of(error)) from None
+                raise RetryError(_message_of(error)) from None
 
-        return patiently(where, once)
+        return with_retries(where, once)
 
     def _refused(self, where: str, status: int, reason: str) -> Exception:
         if self.scheme in ("http", "https") and status in (404, 405, 501):
@@ -173,7 +173,7 @@ def _entry(about: Mapping[str, Any]) -> Entry:
     return Entry(about["size"], about["e_tag"] or f"{about['last_modified']} {about['size']}")
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """The message of a store's error, as short as possible."""
     text = str(error).partition("\n\nDebug source:")[0]
     code, status = re.search(r"<Code>(.*?)</Code>", text), re.search(r"status code: (\d+ [\w ]+)", text)

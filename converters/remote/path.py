@@ -250,7 +250,7 @@ class RemotePath(PosixPath):
 
     @staticmethod
     def ahead(paths: Iterable[RemotePath]) -> None:
-        """Request the first bytes of objects that will be read soon (`formats.disk.handle.soon`)."""
+        """Request the first bytes of objects that will be read soon (`formats.disk.handle.prefetch`)."""
         for path in paths:
             mount, key = path.mount()
             entry = mount.entry(key)

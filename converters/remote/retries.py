@@ -19,7 +19,7 @@ NEVER = (501, 505)
 """HTTP statuses that are worth a retry besides 5xx, and those of 5xx that are not."""
 
 
-class Again(Exception):
+class RetryError(Exception):
     """A request failed, and may work later: the reason, and the pause in seconds that the server asked for."""
 
     def __init__(self, why: str, pause: float = 0.0) -> None:
@@ -27,8 +27,8 @@ class Again(Exception):
         self.pause = pause
 
 
-def patiently(what: str, act: Callable[[], Result], tries: int | None = None) -> Result:
-    """Call a function, and call it again while it raises `Again`.
+def with_retries(what: str, act: Callable[[], Result], tries: int | None = None) -> Result:
+    """Call a function, and call it again while it raises `RetryError`.
 
     Args:
         what: the address that the function asks, for the error.
@@ -36,13 +36,13 @@ def patiently(what: str, act: Callable[[], Result], tries: int | None = None) ->
         tries: most calls, None for `TRIES`.
 
     Raises:
-        NetworkError: the last call raised `Again` too.
+        NetworkError: the last call raised `RetryError` too.
     """
     tries = tries or TRIES
     for number in range(tries):
         try:
             return act()
-        except Again as error:  # noqa: PERF203  # each round is a request
+        except RetryError as error:  # noqa: PERF203  # each round is a request
             if number == tries - 1:
                 times = f", {tries} times" if tries > 1 else ""
                 raise NetworkError(
@@ -53,7 +53,7 @@ def patiently(what: str, act: Callable[[], Result], tries: int | None = None) ->
     raise AssertionError
 
 
-def is_passing(status: int) -> bool:
+def is_transient(status: int) -> bool:
     """Whether a request with this HTTP status may work later."""
     return (status >= 500 and status not in NEVER) or status in LATER
 

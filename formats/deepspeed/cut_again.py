@@ -28,7 +28,7 @@ from formats.deepspeed import universal
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import Scattered, scattered, spread
+from formats.layout.pieces import Scattered, from_pieces, place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import Place, Slot
 from formats.torch_files.pickle_values import Opaque
@@ -83,7 +83,7 @@ def _cut(where: Path, tensor: Scattered, keys: Mapping[str, Any], ranks: int) ->
             _piece(fragment, own_shape, dim, at, start + rank * size, size)
             for start, at, size in zip(starts, places, own, strict=True)
         ]
-        yield scattered(str(where), own_shape, tensor.dtype, pieces)
+        yield from_pieces(str(where), own_shape, tensor.dtype, pieces)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
@@ -155,7 +155,7 @@ def placed(
             by_rank.setdefault(_place(rank), {})[key] = part
     fragments = {place: {key: part.whole for key, part in of_rank.items()} for place, of_rank in by_rank.items()}
     matched, dropped = match(wanted, fragments, drops, tag)
-    pieces = (piece for each in matched for piece in spread(each, by_rank[each.slot.place][each.key]))
+    pieces = (piece for each in matched for piece in place_pieces(each, by_rank[each.slot.place][each.key]))
     return tuple(pieces), tuple(dropped)
 
 

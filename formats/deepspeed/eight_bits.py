@@ -31,7 +31,7 @@ class Codes(NamedTuple):
     absmax: Any
 
 
-def unwrapped(kept: Mapping[str, Any]) -> Mapping[str, Any]:
+def torch_states(kept: Mapping[str, Any]) -> Mapping[str, Any]:
     """The optimizer states of a flat group; the moments of bitsandbytes' Adam are under torch's names for them."""
     inner = kept.get(QUANTIZED, kept)
     if not isinstance(inner, Mapping) or "state2" not in inner or "state1" not in inner:

@@ -6,7 +6,7 @@ from math import prod
 
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import Scattered, scattered, whole_part
+from formats.layout.pieces import Scattered, from_pieces, whole_part
 
 
 def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
@@ -22,4 +22,4 @@ def whole_of(name: str, shape: tuple[int, ...], pieces: list[Piece], like: Fragm
     """A parameter made of its pieces; a parameter without elements has one piece, with dtype and file of `like`."""
     if not prod(shape):
         pieces = [Piece(whole_part(shape), like._replace(shape=shape, strides=(1,) * len(shape)))]
-    return scattered(name, shape, like.dtype, pieces)
+    return from_pieces(name, shape, like.dtype, pieces)

@@ -21,7 +21,7 @@ from formats.deepspeed.partitions import flat_fragment
 from formats.disk.safetensors import FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Piece
-from formats.layout.pieces import Scattered, in_one, whole_part
+from formats.layout.pieces import Scattered, single_piece, whole_part
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
@@ -38,7 +38,7 @@ OF_RANK = (*TIES, "mp_world_size", "frozen_param_fragments")
 MIXED = "the file was changed, or put together of two: copy those of one save again"
 
 
-def of_ranks(tag: Path) -> list[TorchFile]:
+def files_of_ranks(tag: Path) -> list[TorchFile]:
     """The opened model file, or in stage 3 the model file of each data parallel rank.
 
     Raises:
@@ -264,7 +264,9 @@ def require_of_module(
         )
 
 
-def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
+def unpartitioned_states(
+    file: TorchFile, state: str, modules: Mapping[str, Fragment]
+) -> Iterator[tuple[str, Scattered]]:
     """The optimizer states of stage 0, which stores them whole, in the order of its groups and without names.
 
     Each state is assigned to the first parameter of its shape that is left. The comparison of the FP32 master weights
@@ -282,7 +284,7 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
             name = next(name for name, candidate in left.items() if candidate.shape == ref.shape)
             del left[name]
             fragment = file.fragment(ref, state)
-            yield name, in_one(name, fragment)
+            yield name, single_piece(name, fragment)
     except (*DAMAGE, StopIteration):
         raise SourceError(
             f"{file.path} holds no {state} of its parameters in a form that is known", "take --weights module"

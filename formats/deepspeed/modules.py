@@ -51,7 +51,7 @@ def file_of(index: int, rank: int, *, layered: bool = True) -> str:
     return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)
 
 
-def numbered(table: Iterable[Rule], norm: int) -> list[Rule]:
+def with_module_numbers(table: Iterable[Rule], norm: int) -> list[Rule]:
     """A table with the numbers of modules in its keys: `{norm}`, the last norm, is `norm`, and `{head}` the next."""
     names = {"{norm}": str(norm), "{head}": str(norm + 1)}
     return [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key)) for rule in table]
@@ -158,11 +158,13 @@ def is_layered(files: Iterable[str]) -> bool:
     return any(file.startswith("layer_") for file in files)
 
 
-OfState = Callable[[Partitions, str], Checkpoint]
+StateReader = Callable[[Partitions, str], Checkpoint]
 """A function that returns one of `optimizer.STATES` as a checkpoint."""
 
 
-def kept(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: OfState) -> Checkpoint:
+def requested_state(
+    tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: StateReader
+) -> Checkpoint:
     """The optimizer state that `--weights` names; a moment with the FP32 master weights that prove its parameters."""
     state = str(settings.weights).replace("fp32-master", "fp32")
     partitions, notes = _partitions(tag, models, sorted({"fp32", state}), settings)
@@ -172,7 +174,7 @@ def kept(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_stat
     return replace(source, proof=proof, notes=(*source.notes, *notes))
 
 
-def kept_whole(
+def requested_universal_state(
     tag: Path, model: TorchFile, settings: Settings, of_state: Callable[[str], Checkpoint], *, bare: bool
 ) -> Checkpoint:
     """The same of a universal checkpoint; without weights beside it (`bare`) the masters by default.
@@ -208,7 +210,9 @@ def require_step_of_universal(tag: Path, model: TorchFile, settings: Settings) -
     return require_one_step(model, *universal.steps(tag, settings.accept), settings.accept)
 
 
-def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: OfState) -> universal.States:
+def states_of(
+    tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: StateReader
+) -> universal.States:
     """All states of an optimizer; each file is read once.
 
     Raises:

@@ -23,7 +23,7 @@ from typing import Any
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Piece
-from formats.layout.pieces import Scattered, scattered, whole_part
+from formats.layout.pieces import Scattered, from_pieces, whole_part
 
 SIGN = "use_muon"
 METHODS = ("gram", "standard")
@@ -101,4 +101,4 @@ def load(
                 "files of different runs may be mixed up",
             )
     for name, shape in group.items():
-        yield name, scattered(name, shape, flats[0].dtype, pieces[name])
+        yield name, from_pieces(name, shape, flats[0].dtype, pieces[name])

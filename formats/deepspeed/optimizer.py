@@ -22,7 +22,7 @@ from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition, step_of
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.optimizer import KEPT, MOMENTS, MOMENTUM, NAMES, STATES, AnyGroup, Optimizer, group_of
+from formats.optimizer import CARRIED, MOMENTS, MOMENTUM, NAMES, STATES, AnyGroup, Optimizer, group_of
 from formats.torch_files import saved_names
 
 OPENERS = {neox.Neox: neox.read_states, mds.MegatronDeepSpeed: mds.read_states}
@@ -86,8 +86,8 @@ def _require_kept(where: Path, groups: Mapping[Any, AnyGroup], states: Collectio
         UnsupportedError: there are more states, such as the zeros of DeepSpeed's Lion on CPUs (ops/lion/cpu_lion.py),
             or fewer.
     """
-    there, kinds = [state for state in KEPT if state in states and state != "fp32"], {*map(type, groups.values())}
-    known = [state for state in KEPT if any(state in MOMENTS[kind] for kind in kinds)]
+    there, kinds = [state for state in CARRIED if state in states and state != "fp32"], {*map(type, groups.values())}
+    known = [state for state in CARRIED if any(state in MOMENTS[kind] for kind in kinds)]
     if there != known:
         raise UnsupportedError(
             f"{where} keeps {' and '.join(there)}, and the settings of its optimizer are those of "

@@ -18,15 +18,25 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.deepspeed import copied, eight_bits, muon
+from formats.deepspeed import duplicate_partitions, eight_bits, muon
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.flat_pieces import flat_piece, whole_of
 from formats.deepspeed.steps import COUNTER, number, steps_made
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Ints, boxes
-from formats.layout.pieces import Scattered, scattered
-from formats.optimizer import MOMENTUM, NAMES, STATES, Muon, kept_by, kind_of, require_states, whose, why_not
+from formats.layout.pieces import Scattered, from_pieces
+from formats.optimizer import (
+    MOMENTUM,
+    NAMES,
+    STATES,
+    Muon,
+    kind_of,
+    refusal_hint,
+    require_states,
+    required_states,
+    whose,
+)
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
@@ -55,7 +65,7 @@ class Partition:
         gaps: elements of padding after each parameter of each group.
         steps: how many steps Adam has made in each group, as far as the file records them.
         settings: the parameter groups of the optimizer, as torch has them; `params` are numbers of flat groups.
-        said: the same groups with the keys of DeepSpeed.
+        deepspeed_groups: the same groups with the keys of DeepSpeed.
         kept: the names of the states of each parameter, without the momentum of Muon's groups.
         whole_momentum: whether the momentum of Muon is stored for whole matrices, instead of the rank's part.
     """
@@ -68,7 +78,7 @@ class Partition:
     steps: tuple[float, ...] = ()
     settings: tuple[Mapping[str, Any], ...] = ()
     kept: frozenset[str] = frozenset()
-    said: tuple[Mapping[str, Any], ...] = ()
+    deepspeed_groups: tuple[Mapping[str, Any], ...] = ()
     whole_momentum: bool = True
 
     @property
@@ -122,7 +132,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) 
                 "files of another run",
                 "remove those that are older than the others",
             )
-    copied.require_own((partition.path, partition.flats) for partition in partitions.values())
+    duplicate_partitions.require_own((partition.path, partition.flats) for partition in partitions.values())
     return [partitions[rank] for rank in sorted(partitions)]
 
 
@@ -176,7 +186,9 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
     moments = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     paddings = [0] * len(masters) if stage == 3 else list(optimizer["group_paddings"])
     by_group = {
-        number: eight_bits.unwrapped(value) for number, value in moments["state"].items() if isinstance(value, Mapping)
+        number: eight_bits.torch_states(value)
+        for number, value in moments["state"].items()
+        if isinstance(value, Mapping)
     }
     said = tuple(
         {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()}
@@ -190,14 +202,14 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
             raise UnsupportedError(f"{file.path}: Muon keeps {some(others, 4)}, which is not known")
     kept = frozenset(str(name) for value in inner for name in value)
     groups: dict[str, tuple[Flat | None, ...]] = {}
-    for state in kept_by(settings, kept) if states is None else states:
+    for state in required_states(settings, kept) if states is None else states:
         refs = masters if state == "fp32" else [by_group.get(i, {}).get(state) for i in range(len(masters))]
         wanted = [state == "fp32" or (i in of_muon) == (state == MOMENTUM) for i in range(len(masters))]
         if any(ref is None for ref, needed in zip(refs, wanted, strict=True) if needed):
             raise SourceError(
                 f"{file.path} holds no {state}: its optimizer{whose(kept)} is not Adam or Lion, or has made no step "
                 "yet",
-                why_not(kept),
+                refusal_hint(kept),
             )
         flats = [flat_fragment(file, ref, f"{state} of group {i}") if wanted[i] else None for i, ref in enumerate(refs)]
         if odd := next((flat.dtype for flat in flats if flat and flat.dtype not in FLOATS), None):
@@ -236,7 +248,7 @@ def require_trained(partitions: Sequence[Partition]) -> None:
         require_known(partition.path, partition.kept)
         for group in partition.settings:
             require_states(group, str(partition.path))
-        for index, (ours, others) in enumerate(zip(partition.said, first.said, strict=False)):
+        for index, (ours, others) in enumerate(zip(partition.deepspeed_groups, first.deepspeed_groups, strict=False)):
             for name in sorted({*ours, *others} - {"params"}):
                 if ours.get(name) != others.get(name):
                     raise SourceError(
@@ -269,7 +281,7 @@ def require_known(path: Path, kept: Iterable[str]) -> None:
         raise UnsupportedError(
             f"{path}: its optimizer{whose(others)} keeps {some(others, 4)} of each parameter, and only Adam's "
             "states are carried",
-            why_not(others),
+            refusal_hint(others),
         )
 
 
@@ -280,7 +292,7 @@ def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
         SourceError: a file does not record the steps.
         UnsupportedError: groups of parameters have made different numbers of steps.
     """
-    lion = STATES[2] not in kept_by((group for partition in partitions for group in partition.settings), ())
+    lion = STATES[2] not in required_states((group for partition in partitions for group in partition.settings), ())
     made, skipped = model.get(COUNTER), model.get("skipped_steps") or 0
     if lion and not any(partition.steps for partition in partitions) and type(made) is type(skipped) is int:
         return made - skipped
@@ -387,7 +399,7 @@ def _by_parameter(flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]]) -
             pieces = [flat_piece(flat.fragment, at, *cut) for flat, cut in zip(flats, cuts, strict=False)]
             yield name, whole_of(name, shape, pieces, flats[0].fragment)
         elif part:
-            yield name, scattered(name, shape, every.dtype, every.pieces(at, part, prod(shape)))
+            yield name, from_pieces(name, shape, every.dtype, every.pieces(at, part, prod(shape)))
         else:
             yield name, whole_of(name, shape, [], flats[0].fragment)
         at += part

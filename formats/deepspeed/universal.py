@@ -32,15 +32,15 @@ from formats.disk.safetensors import FLOATS, row_major
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Cut, Piece
 from formats.layout.lowering import run_sizes
-from formats.layout.pieces import Scattered, scattered, whole_part
+from formats.layout.pieces import Scattered, from_pieces, whole_part
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.model.accepted import STEPS
-from formats.optimizer import kept_by
+from formats.optimizer import required_states
 from formats.torch_files.archive import read_torch
 from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import archived
-from formats.torch_files.pickle_values import Namespace, Opaque, StorageRef, TensorRef, keeps
+from formats.torch_files.pickle_values import Namespace, Opaque, StorageRef, TensorRef, is_plain
 from formats.torch_files.unpickle import DAMAGE
 from formats.torch_files.wrappers import unwrapped
 
@@ -142,7 +142,7 @@ def texts(
         ranks: number of model-parallel ranks of the source.
     """
     info = {"universal_checkpoint_version": VERSION}
-    head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
+    head = {key: value for key, value in model.items() if is_plain(value) and key != "module"}
     head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
     names = (name.format(rank) for rank in range(ranks) for name in (MODEL, MODEL_OF_STAGE_3))
     return {**steps_and_groups(parameters, groups), **dict.fromkeys(names, packed(head))}
@@ -151,7 +151,7 @@ def texts(
 def steps_and_groups(parameters: Sequence[Parameter], groups: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     """Return the small files beside the states: step of each parameter, and parameter groups. Args as for `texts`."""
     texts = {f"zero/{parameter.name}/step.pt": scalar(parameter.step) for parameter in parameters}
-    plain = [{key: value for key, value in group.items() if keeps(value)} for group in groups]
+    plain = [{key: value for key, value in group.items() if is_plain(value)} for group in groups]
     common = {key: value for key, value in plain[0].items() if all(parameter.get(key) == value for parameter in plain)}
     common["params"] = []
     step = parameters[0].step if parameters else 0.0
@@ -168,7 +168,7 @@ def steps_and_groups(parameters: Sequence[Parameter], groups: Sequence[Mapping[s
 
 def left_out(model: Mapping[str, Any]) -> list[str]:
     """Return the keys of the model file that `texts` leaves out, except the module."""
-    return sorted(str(key) for key, value in model.items() if not keeps(value) and key != "module")
+    return sorted(str(key) for key, value in model.items() if not is_plain(value) and key != "module")
 
 
 def _reference() -> TensorRef:
@@ -268,7 +268,7 @@ def parameters(
         if fragment.dtype not in FLOATS:
             raise SourceError(f"{file.path} holds {state} of {short(name)} as {fragment.dtype}, which is no float")
         part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
-        yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)]), keys
+        yield name, from_pieces(name, shape, fragment.dtype, [Piece(part, fragment)]), keys
 
 
 def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:
@@ -322,7 +322,7 @@ def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
 def states(tag: Path) -> tuple[str, ...]:
     """Return which of `optimizer.STATES` the checkpoint holds."""
     groups, _ = settings(tag)
-    return kept_by(groups, {path.stem for path in (tag / "zero").glob("*/*.pt")})
+    return required_states(groups, {path.stem for path in (tag / "zero").glob("*/*.pt")})
 
 
 def step(tag: Path, name: str) -> float | None:

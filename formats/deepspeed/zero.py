@@ -24,8 +24,8 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, some
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.huggingface import text_alone
-from formats.layout.pieces import Scattered, in_one, match_pieces
+from formats.huggingface import language_model
+from formats.layout.pieces import Scattered, match_pieces, single_piece
 from formats.layout.placed import Placed, files_of
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
@@ -64,7 +64,7 @@ def holders(_: Family) -> dict[str, bool]:
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: read the pickles of its files, but no weights."""
     run, tag = deepspeed.locate(path, settings.tag)
-    models, whole = model_files.of_ranks(tag), universal.is_universal(tag)
+    models, whole = model_files.files_of_ranks(tag), universal.is_universal(tag)
     first = models[0]
     if whole:
         universal.require_plain(tag)
@@ -111,11 +111,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     )  # fmt: skip
 
 
-def _part(assets: Path | None, settings: Settings, keys: Collection[str]) -> text_alone.Alone:
+def _part(assets: Path | None, settings: Settings, keys: Collection[str]) -> language_model.Selection:
     """The part of the model to read: all of an adapter alone, and of a checkpoint without a config."""
     if assets is None:
-        return text_alone.Alone({}, {key: key for key in keys})
-    return text_alone.alone(huggingface.read_config(assets), keys, settings, str(assets / "config.json"))
+        return language_model.Selection({}, {key: key for key in keys})
+    return language_model.select(huggingface.read_config(assets), keys, settings, str(assets / "config.json"))
 
 
 def _spec(
@@ -137,7 +137,7 @@ def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[
     shapes = _shapes(file)
     for name, fragment in modules.items():
         if fragment.shape != (0,) or shapes.get(name, (0,)) == (0,):
-            yield name, in_one(name, fragment)
+            yield name, single_piece(name, fragment)
 
 
 def _shapes(file: TorchFile) -> dict[str, tuple[int, ...]]:
@@ -157,7 +157,7 @@ def _states(
     """
     first = models[0]
     if first.value.get("optimizer") is not None:
-        tensors = dict(model_files.whole(first, state, _trained(first, modules)))
+        tensors = dict(model_files.unpartitioned_states(first, state, _trained(first, modules)))
     else:
         partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
         zero_partitions.require_of_all(partitions, state, tag)
@@ -229,7 +229,7 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
         SourceError: files are damaged, missing, or of different saves.
         UnsupportedError: the checkpoint is of stage 0, which stores no names.
     """
-    first = model_files.of_ranks(tag)[0]
+    first = model_files.files_of_ranks(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
     require_one_step(first, *_steps(tag, accept), accept)
@@ -355,7 +355,7 @@ def _keys(tensors: Mapping[str, Scattered], tag: Path, adapter: str | None = Non
         if key in keys:
             raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
         keys[key] = name
-    return adapters.chosen(keys, adapter, tag)
+    return adapters.select(keys, adapter, tag)
 
 
 def _config_folder(path: Path, run: Path, tag: Path, settings: Settings, *, needed: bool) -> Path | None:

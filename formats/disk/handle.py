@@ -49,7 +49,7 @@ def close_handle(handle: Handle) -> None:
         handle.close()
 
 
-def is_elsewhere(path: Path) -> bool:
+def is_remote(path: Path) -> bool:
     """Whether a path is of a store, not of the disk."""
     return hasattr(path, "ranges")
 
@@ -96,11 +96,11 @@ def preadv(handle: Handle, buffers: Sequence[memoryview], offset: int) -> None:
         offset += len(buffer)
 
 
-def soon(paths: Iterable[Path]) -> None:
+def prefetch(paths: Iterable[Path]) -> None:
     """Announce that the heads of files will be read: those of a store are requested together."""
     by_store: dict[type[Path], list[Path]] = {}
     for path in paths:
-        if is_elsewhere(path):
+        if is_remote(path):
             by_store.setdefault(type(path), []).append(path)
     for kind, paths_of_store in by_store.items():
         kind.ahead(paths_of_store)  # type: ignore[attr-defined]  # of a kind that has `ranges`

@@ -7,7 +7,7 @@ shared experts.
 from dataclasses import replace
 
 from formats.families import nemotron_h_dense as dense
-from formats.families.nemotron_h_dense import COMMON, DEFAULTS, FINAL, HEAD, KEYS, both
+from formats.families.nemotron_h_dense import COMMON, DEFAULTS, FINAL, HEAD, KEYS, in_both_namings
 
 EXPERTS = """
 backbone.layers.{layer}.mixer.experts.{expert}.up_proj.weight      expert_up: expert_ffn hidden      sparse separate wide
@@ -33,7 +33,7 @@ FAMILY = replace(
     name="nemotron_h",
     model_type="",
     blocks=("E", "moe"),
-    table=both(COMMON) + EXPERTS.lstrip() + both(ROUTER + FINAL) + HEAD,
+    table=in_both_namings(COMMON) + EXPERTS.lstrip() + in_both_namings(ROUTER + FINAL) + HEAD,
     keys={
         **KEYS,
         "dense_layers": dense.BLOCKS,

@@ -33,7 +33,7 @@ lm_head.weight    head: vocab hidden    untied
 COMMON = EMBEDDING + STATE_SPACE.replace(".mamba.", ".mixer.") + MLP + QKV
 
 
-def both(text: str) -> str:
+def in_both_namings(text: str) -> str:
     """The lines of a table twice: with the names in memory (`fused`), and with the Hub's names (`separate`)."""
     names = {"fused": "model.", "separate": "backbone."}
     lines = [line for line in text.splitlines() if line]
@@ -68,7 +68,7 @@ FAMILY = Family(
     name="nemotron_h_dense",
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
-    table=both(COMMON + FINAL) + HEAD,
+    table=in_both_namings(COMMON + FINAL) + HEAD,
     requires={
         "mamba_hidden_act": "silu",
         "attention_bias": False,

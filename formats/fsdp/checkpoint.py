@@ -20,10 +20,10 @@ from typing import Any
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.fsdp import FSDP, beside, native, olmo_core
+from formats.fsdp import FSDP, native, nearby_config, olmo_core
 from formats.fsdp.contents import Listing, contents, lister
 from formats.huggingface import folder as huggingface
-from formats.huggingface import text_alone
+from formats.huggingface import language_model
 from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.placed import files_of
 from formats.layout.slots import Slot
@@ -88,22 +88,22 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     def known() -> Mapping[str, Any]:
         return contents(path, listing)
 
-    assets = beside.config_folder(path, folder, settings, known)
+    assets = nearby_config.config_folder(path, folder, settings, known)
     config, left, notes = huggingface.read_config(assets) if assets else None, None, tuple[str, ...]()
     spec: Spec
     if assets is None or config is None:
-        spec = olmo_core.spec_of(next(beside.configs(path, folder)), settings, known)
+        spec = olmo_core.spec_of(next(nearby_config.configs(path, folder)), settings, known)
         tensors, dropped = _read_tensors(path, listing, settings)
     elif listing.flat is not None:
         spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
     else:
         tensors, dropped = _read_tensors(path, listing, settings)
-        part = text_alone.alone(config, tensors, settings, str(assets / "config.json"))
-        spec, tensors = _described(part.of(tensors), part.config, assets, settings)
+        part = language_model.select(config, tensors, settings, str(assets / "config.json"))
+        spec, tensors = _spec_and_tensors(part.of(tensors), part.config, assets, settings)
         config, left, notes = part.config, part.left, part.notes
     trainer = native.trainer_of(tensors)
     wanted = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
-    own = olmo_core.own(beside.configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
+    own = olmo_core.own_config(nearby_config.configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
     if own and isinstance(spec, ModelSpec):
         olmo_core.require_same(own, settings, spec)
     biases = native.biases(wanted, tensors, spec, settings.accept, path)
@@ -157,7 +157,7 @@ def _read_tensors(path: Path, listing: Listing, settings: Settings) -> tuple[dic
     return tensors, [".".join(names) for number, names in enumerate(listing.paths) if number not in numbers]
 
 
-def _described(
+def _spec_and_tensors(
     tensors: dict[str, Scattered], config: dict[str, Any], folder: Path, settings: Settings
 ) -> tuple[Spec, dict[str, Scattered]]:
     """The spec of a model, and its tensors by the keys of its layout."""
@@ -193,7 +193,7 @@ def _keys(path: Path, listing: Listing, settings: Settings) -> dict[str, int]:
             if key in keys:
                 raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
             keys[key] = number
-    return adapters.chosen(keys, settings.adapter, path)
+    return adapters.select(keys, settings.adapter, path)
 
 
 def _outer(keys: Mapping[str, object], spec: Spec) -> str:
@@ -290,7 +290,7 @@ def write(
     paths: dict[str, dcp_writer.Keys] = {
         ".".join((*container, slot.keys[0])): (*container, slot.keys[0]) for slot in wanted
     }
-    stored = [dcp_writer.whole(slot, name) for slot, name in zip(wanted, paths, strict=True)]
+    stored = [dcp_writer.whole_slot(slot, name) for slot, name in zip(wanted, paths, strict=True)]
     settings: dict[dcp_writer.Keys, bytes | Small] = {}
     if optimizer is not None:
         trained = [slot for slot in wanted if not (slot.replica or UNTRAINED.intersection(slot.rule.pattern.tensors))]
@@ -300,7 +300,7 @@ def write(
                     continue
                 path = _states(slot, state, flat=bool(trainer))
                 paths[".".join(path)] = path
-                stored.append(dcp_writer.whole(slot, ".".join(path), state, slot_dtype(slot, of)))
+                stored.append(dcp_writer.whole_slot(slot, ".".join(path), state, slot_dtype(slot, of)))
         settings = _settings(optimizer, trained, flat=bool(trainer))
         paths |= {".".join(map(str, path)): path for path in settings}
     objects = {".".join(map(str, path)): value for path, value in settings.items()}

@@ -16,7 +16,7 @@ from formats.errors import SourceError, UnsupportedError, some
 from formats.fsdp import FSDP, native
 from formats.huggingface import folder as huggingface
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import Scattered, in_one, scattered
+from formats.layout.pieces import Scattered, from_pieces, single_piece
 from formats.torch_files import dcp, rank_dumps, saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 
@@ -143,7 +143,7 @@ def _shards(folder: Path, _: Settings) -> Listing:
                 Piece(Cut(tuple(zip(start, end, strict=True))), shard)
                 for (start, shard), end in zip(pieces[key], ends, strict=True)
             ]
-            yield scattered(key, shape, parts[0].fragment.dtype, parts)
+            yield from_pieces(key, shape, parts[0].fragment.dtype, parts)
 
     return Listing([(key,) for key in keys], load, tuple(files), unbounded=True)
 
@@ -167,4 +167,6 @@ def _consolidated(folder: Path, _: Settings) -> Listing:
     tensors = huggingface.read_files(folder)
     keys = list(tensors)
     files = tuple(sorted({fragment.path for fragment in tensors.values()}))
-    return Listing([(key,) for key in keys], lambda wanted: (in_one(keys[i], tensors[keys[i]]) for i in wanted), files)
+    return Listing(
+        [(key,) for key in keys], lambda wanted: (single_piece(keys[i], tensors[keys[i]]) for i in wanted), files
+    )

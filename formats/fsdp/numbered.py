@@ -41,7 +41,9 @@ def is_numbered(files: Mapping[int, TorchFile]) -> bool:
     return all(isinstance(state, Mapping) and state and all(type(key) is int for key in state) for state in states)
 
 
-def named(files: Mapping[int, TorchFile], models: Mapping[int, TorchFile], *, tied: bool) -> dict[int, TorchFile]:
+def with_parameter_names(
+    files: Mapping[int, TorchFile], models: Mapping[int, TorchFile], *, tied: bool
+) -> dict[int, TorchFile]:
     """The dumps of an optimizer with parameter names of the model in place of numbers.
 
     Args:

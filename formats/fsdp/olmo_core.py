@@ -23,7 +23,7 @@ from formats.model.checks import checked
 from formats.model.codec import Codec, Context, Spelled, read, rows
 from formats.model.settings import corrected
 from formats.model.spec import ModelSpec, differences
-from formats.model.values import real, some_layers, whole
+from formats.model.values import positive_float, positive_int, some_layers
 
 FAMILIES = ("olmo2", "olmo3")
 """The families that OLMo-core trains under its own tensor names; the second has windows."""
@@ -39,12 +39,12 @@ def _read(function: Callable[[Spelled, Context], Any]) -> Codec:
     return Codec(function, lambda *_: {})
 
 
-def _else(usual: Callable[[Context], Any]) -> Callable[[str], Codec]:
+def _with_default(usual: Callable[[Context], Any]) -> Callable[[str], Codec]:
     """The codec of a key with a default, which `usual` returns where the key is left out."""
     return lambda key: _read(lambda spelled, context: spelled[key] if key in spelled else usual(context))
 
 
-def _alike(*keys: str) -> Codec:
+def _same_under_all(*keys: str) -> Codec:
     """The codec of one value under several keys, each with its class's default 1e-5 (layer_norm.py `LayerNorm`)."""
 
     def value(spelled: Spelled, context: Context) -> Any:
@@ -144,10 +144,10 @@ sliding_window  -                            window
 max_positions   train_module.max_sequence_length
 """,
     {
-        "or false": _else(lambda _: False),
-        "or heads": _else(lambda context: context.values["heads"]),
-        "or width": _else(lambda context: _width(context.values)),
-        "alike": _alike,
+        "or false": _with_default(lambda _: False),
+        "or heads": _with_default(lambda context: context.values["heads"]),
+        "or width": _with_default(lambda context: _width(context.values)),
+        "alike": _same_under_all,
         "rotating": _rotating,
         "scaling": lambda: _read(_scaling),
         "window": lambda: _read(_window),
@@ -191,7 +191,7 @@ def is_own(path: Path) -> bool:
     return isinstance(model, dict) and CLASS in model
 
 
-def own(configs: Iterable[Path]) -> Path | None:
+def own_config(configs: Iterable[Path]) -> Path | None:
     """The first of some config.json files that is OLMo-core's."""
     return next(filter(is_own, configs), None)
 
@@ -266,7 +266,7 @@ def _spelled_out(base: ModelSpec) -> ModelSpec:
     if own.get("layer_types", ...) is None:
         own["layer_types"] = [FULL if layer % 4 == 3 else SLIDING for layer in range(base.layers)]
     if scaling and scaling["rope_type"] == "yarn":
-        attention = 0.1 * math.log(real(scaling.get("factor"), "the factor of YaRN", "the config")) + 1
+        attention = 0.1 * math.log(positive_float(scaling.get("factor"), "the factor of YaRN", "the config")) + 1
         scaling = {"attention_factor": attention, "beta_fast": 32, "beta_slow": 1, **scaling}
     return replace(base, own=own, rope_scaling=scaling)
 
@@ -328,6 +328,6 @@ def _windows(context: Context) -> list[int | None]:
         if not isinstance(pattern, list) or not pattern:
             raise SourceError(f"{where} says {WINDOW}.pattern = {short(pattern)}, it should be a list of windows")
         width = pattern[(layer - bool(first)) % len(pattern)]
-        return None if width == -1 else whole(width, f"{WINDOW}.pattern", where)
+        return None if width == -1 else positive_int(width, f"{WINDOW}.pattern", where)
 
     return [of(layer, block) for layer, block in enumerate(each)]

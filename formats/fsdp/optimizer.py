@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, some
-from formats.fsdp import beside, native, numbered, olmo_core
 from formats.fsdp import checkpoint as fsdp
-from formats.layout.pieces import Scattered, spread
+from formats.fsdp import native, nearby_config, numbered, olmo_core
+from formats.layout.pieces import Scattered, place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, Slot
 from formats.layout.tensors import UNTRAINED
 from formats.optimizer import (
-    KEPT,
+    CARRIED,
     MOMENTS,
     MOMENTUM,
     NAMES,
@@ -44,8 +44,8 @@ from formats.optimizer import (
     Optimizer,
     group_of,
     number_of,
+    refusal_hint,
     whose,
-    why_not,
 )
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_torch
@@ -72,7 +72,7 @@ class Listing(NamedTuple):
     """Returns the values that are no tensors, by name, for the names that begin with a prefix."""
 
 
-class Held(NamedTuple):
+class OptimizerEntries(NamedTuple):
     """An optimizer in a listing: its container, and the numbers of its tensors by state and key."""
 
     listing: Listing
@@ -94,7 +94,7 @@ def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]
     return optimizer.states, {"step": optimizer.step}
 
 
-def find(source: Checkpoint) -> Held | None:
+def find(source: Checkpoint) -> OptimizerEntries | None:
     """Find the optimizer of an opened FSDP checkpoint; None when there is none.
 
     Raises:
@@ -105,17 +105,17 @@ def find(source: Checkpoint) -> Held | None:
     outer = home.parent if home.name == fsdp.INSIDE[1] else home
     names = [path.name for path in outer.iterdir()]
     if source.dropped and dcp.is_dcp(home):  # without dropped names it holds only the model
-        optimizer = _held(_dcp(home, {name.removeprefix(".") for name in source.dropped}))
+        optimizer = _optimizer_entries(_dcp(home, {name.removeprefix(".") for name in source.dropped}))
         if optimizer is not None:
             return optimizer
     if dcp.is_dcp(outer / FOLDER):
-        return _held(_dcp(outer / FOLDER))
+        return _optimizer_entries(_dcp(outer / FOLDER))
     if any(map(OPTIM_DUMP.fullmatch, names)):
         files = rank_dumps.open_ranks(outer, OPTIM_DUMP)
         if numbered.is_numbered(files):
-            files = numbered.named(files, rank_dumps.open_ranks(outer), tied=source.spec.tied)
-        return _held(_files(outer, files))
-    return _held(_files(outer, {0: read_torch(outer / FULL)})) if FULL in names else None
+            files = numbered.with_parameter_names(files, rank_dumps.open_ranks(outer), tied=source.spec.tied)
+        return _optimizer_entries(_files(outer, files))
+    return _optimizer_entries(_files(outer, {0: read_torch(outer / FULL)})) if FULL in names else None
 
 
 def _dcp(folder: Path, names: set[str] | None = None) -> Listing:
@@ -159,7 +159,7 @@ def _objects(value: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
             yield name, inner
 
 
-def _held(listing: Listing) -> Held | None:
+def _optimizer_entries(listing: Listing) -> OptimizerEntries | None:
     """The optimizer among the tensors of a listing; None if there is none."""
     for known in (STATE, OWN):
         containers: dict[str, dict[str, dict[str, int]]] = {}
@@ -174,7 +174,7 @@ def _held(listing: Listing) -> Held | None:
         if len(adam) > 1:
             raise UnsupportedError(f"{listing.where} holds several optimizers: {', '.join(sorted(adam))}")
         for container, states in adam.items():
-            return Held(listing, f"{container}." if container else "", states)
+            return OptimizerEntries(listing, f"{container}." if container else "", states)
     return None
 
 
@@ -207,12 +207,12 @@ def read(source: Checkpoint) -> Optimizer:
             except SourceError as error:
                 raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
             by_kind[kind] = {item.key: item for item in placed}
-            pieces = tuple(piece for item in placed for piece in spread(item, tensors[item.key]))
+            pieces = tuple(piece for item in placed for piece in place_pieces(item, tensors[item.key]))
             states[state] = replace(source, tensors=pieces, dropped=(), without=without)
     keys = {key: item for items in by_kind.values() for key, item in items.items()}
     groups: dict[tuple[str, int | None], AnyGroup] = {}
     model = {unwrapped(name) for item in source.tensors for name in item.slot.keys}
-    for key, group in _groups(optimizer, keys, model, _unsaid(source)).items():
+    for key, group in _groups(optimizer, keys, model, _implied_settings(source)).items():
         slot = keys[key].slot
         if key not in by_kind.get(type(group), {}):
             (kept,) = (MOMENTS[kind] for kind, items in by_kind.items() if key in items)
@@ -230,12 +230,12 @@ def read(source: Checkpoint) -> Optimizer:
             f"{optimizer.listing.where} has {' and '.join(MOMENTS[other])} and no parameter groups, which would tell "
             f"whether it is {NAMES[other]}'s"
         )
-    states = {state: states[state] for state in KEPT if state in states}
+    states = {state: states[state] for state in CARRIED if state in states}
     counted = [key for kind, items in by_kind.items() if kind is not Muon for key in items]
     return Optimizer(states, _step(optimizer, counted, needed=Group in by_kind), groups)
 
 
-def _by_kind(optimizer: Held, trained: Iterable[Slot]) -> dict[type[AnyGroup], list[Slot]]:
+def _by_kind(optimizer: OptimizerEntries, trained: Iterable[Slot]) -> dict[type[AnyGroup], list[Slot]]:
     """The parameters by the optimizer that trains them: Muon, and Adam or Lion.
 
     Raises:
@@ -260,7 +260,7 @@ def _by_kind(optimizer: Held, trained: Iterable[Slot]) -> dict[type[AnyGroup], l
     return {kind: [*of.values()] for kind, of in slots.items()}
 
 
-def _require_known(optimizer: Held) -> None:
+def _require_known(optimizer: OptimizerEntries) -> None:
     where = optimizer.listing.where
     if all(key.isdecimal() for keys in optimizer.states.values() for key in keys):
         raise UnsupportedError(
@@ -273,7 +273,7 @@ def _require_known(optimizer: Held) -> None:
     if others := sorted(kept - {*MOMENTS[Group], "step"}):
         raise UnsupportedError(
             f"{where}: its optimizer{whose(kept)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}",
-            why_not(kept),
+            refusal_hint(kept),
         )
     needed = MOMENTS[Lion if MOMENTUM not in optimizer.states else Group]
     if missing := [state for state in needed if state not in optimizer.states]:
@@ -281,7 +281,7 @@ def _require_known(optimizer: Held) -> None:
         raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}{beside}")
 
 
-def _step(optimizer: Held, keys: Collection[str], *, needed: bool) -> int | None:
+def _step(optimizer: OptimizerEntries, keys: Collection[str], *, needed: bool) -> int | None:
     """The number of steps that all parameters have made; None of a Lion that counts none.
 
     Raises:
@@ -298,7 +298,7 @@ def _step(optimizer: Held, keys: Collection[str], *, needed: bool) -> int | None
             kind = whose([parts["state"]])
             raise UnsupportedError(
                 f"{where}: its optimizer{kind} is not Adam, AdamW or Lion: it keeps {parts['state']}",
-                why_not([parts["state"]]),
+                refusal_hint([parts["state"]]),
             )
     if counted := sorted(values.keys() & optimizer.states.get(MOMENTUM, {}).keys()):
         raise UnsupportedError(f"{where}: its optimizer keeps {MOMENTUM} and step of {counted[0]}, and Muon no step")
@@ -316,16 +316,16 @@ def _step(optimizer: Held, keys: Collection[str], *, needed: bool) -> int | None
     return next(iter(steps), None)
 
 
-def _unsaid(source: Checkpoint) -> Mapping[str, Any]:
+def _implied_settings(source: Checkpoint) -> Mapping[str, Any]:
     """Settings that no group has, and by which an AdamW is recognised, if OLMo-core's own config names one."""
     if native.trainer_of({item.key for item in source.tensors}) != native.OLMO_CORE:
         return {}
-    own = olmo_core.own(beside.configs(source.root, source.home))
+    own = olmo_core.own_config(nearby_config.configs(source.root, source.home))
     return {"amsgrad": False} if own and olmo_core.makes_steps_of_adamw(own) else {}
 
 
 def _groups(
-    optimizer: Held, keys: Mapping[str, Placed], model: Collection[str], unsaid: Mapping[str, Any]
+    optimizer: OptimizerEntries, keys: Mapping[str, Placed], model: Collection[str], unsaid: Mapping[str, Any]
 ) -> dict[str, AnyGroup]:
     """The group of each parameter, by its key, in the order of the groups; empty where no settings are saved.
 

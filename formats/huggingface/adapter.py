@@ -282,8 +282,8 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
             "the file is damaged: copy it again",
         )
     try:
-        rank = _said(config.get("rank_pattern"), module, config.get("r"))
-        alpha = _said(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+        rank = _pattern_value(config.get("rank_pattern"), module, config.get("r"))
+        alpha = _pattern_value(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     except re.error as error:
         raise _no_pattern(root, "ranks or alphas", error) from None
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
@@ -302,7 +302,7 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
     return Lora(left, right, scale, rank, parts.get("magnitude"))
 
 
-def _said(pattern: Any, module: str, usual: Any) -> Any:
+def _pattern_value(pattern: Any, module: str, usual: Any) -> Any:
     """The value of the first key that matches the end of a module's name, as PEFT's `get_pattern_key`; or `usual`."""
     return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), usual)
 

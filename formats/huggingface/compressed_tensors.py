@@ -25,7 +25,7 @@ from formats.huggingface.scales import KEEP, require_floats, require_grid, scale
 METHOD = "compressed-tensors"
 
 
-class Stored(NamedTuple):
+class WeightFormat(NamedTuple):
     """How a format of compressed-tensors stores weights of a type.
 
     Attributes:
@@ -45,15 +45,15 @@ class Stored(NamedTuple):
 
 NVFP4 = "NVFP4"
 FORMATS = {
-    ("pack-quantized", "int", 4): Stored("INT4", "weight_packed", "I32", 8),
-    ("pack-quantized", "int", 8): Stored("INT8 in words", "weight_packed", "I32", 4),
-    ("int-quantized", "int", 8): Stored("INT8", "weight", "I8"),
-    ("naive-quantized", "int", 8): Stored("INT8", "weight", "I8"),
-    ("float-quantized", "float", 8): Stored("FP8", "weight", "F8_E4M3"),
-    ("naive-quantized", "float", 8): Stored("FP8", "weight", "F8_E4M3"),
-    ("mxfp8-quantized", "float", 8): Stored("MXFP8", "weight", "F8_E4M3", scales="U8"),
-    ("nvfp4-pack-quantized", "float", 4): Stored(NVFP4, "weight_packed", "U8", 2, "F8_E4M3"),
-    ("mxfp4-pack-quantized", "float", 4): Stored("MXFP4", "weight_packed", "U8", 2, "U8"),
+    ("pack-quantized", "int", 4): WeightFormat("INT4", "weight_packed", "I32", 8),
+    ("pack-quantized", "int", 8): WeightFormat("INT8 in words", "weight_packed", "I32", 4),
+    ("int-quantized", "int", 8): WeightFormat("INT8", "weight", "I8"),
+    ("naive-quantized", "int", 8): WeightFormat("INT8", "weight", "I8"),
+    ("float-quantized", "float", 8): WeightFormat("FP8", "weight", "F8_E4M3"),
+    ("naive-quantized", "float", 8): WeightFormat("FP8", "weight", "F8_E4M3"),
+    ("mxfp8-quantized", "float", 8): WeightFormat("MXFP8", "weight", "F8_E4M3", scales="U8"),
+    ("nvfp4-pack-quantized", "float", 4): WeightFormat(NVFP4, "weight_packed", "U8", 2, "F8_E4M3"),
+    ("mxfp4-pack-quantized", "float", 4): WeightFormat("MXFP4", "weight_packed", "U8", 2, "U8"),
 }
 """Format, type and bits of the weights: how they are stored."""
 INTEGERS = ("I64", "I32")
@@ -85,7 +85,7 @@ class Scheme(NamedTuple):
         block: the numbers of rows and of columns that share a scale; None where all of them do.
     """
 
-    stored: Stored
+    stored: WeightFormat
     block: tuple[int | None, int | None]
 
 

@@ -106,7 +106,7 @@ def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
     return {name: values[0] for name, values in values_of.items() if values and type(values[0]) in (int, float)}
 
 
-def residue(config: Mapping[str, Any]) -> list[str]:
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     """The keys of a config that no table knows: they are kept as they are, and assumed not to affect the weights."""
     known = {*USUAL.values(), THETA, SCALING, PARAMETERS, *OF_ALL, *OF_NO_MODEL}
     family = find_family(config)
@@ -115,7 +115,7 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     return sorted(set(config) - known - ({"quantization_config"} if method_of(config) else set()))
 
 
-def untold(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def config_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """The differences of two configs of a model without a table, as `key: one | other`; any key may matter.
 
     A key that is null counts as absent. `layer_types` is compared where both configs have it.

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
-from formats.disk.handle import soon
+from formats.disk.handle import prefetch
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
-from formats.huggingface import HUGGINGFACE, mtp, text_alone
+from formats.huggingface import HUGGINGFACE, language_model, mtp
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
@@ -58,7 +58,7 @@ def has_weights(path: Path) -> bool:
     return any((path / name).is_file() for name in (SINGLE, INDEX, *PICKLED))
 
 
-def pickled(path: Path) -> bool:
+def has_only_pickles(path: Path) -> bool:
     """Whether the weights of a folder are only pickled; transformers loads safetensors files where both kinds exist.
 
     Source: transformers 5.23.0, modeling_utils.py `_get_resolved_checkpoint_files`.
@@ -66,7 +66,7 @@ def pickled(path: Path) -> bool:
     return has_weights(path) and not any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
-def unread(path: Path) -> str:
+def unread_pickles_note(path: Path) -> str:
     """A note on pickled weights that are not read, since safetensors files exist; empty if there are none."""
     both = {kind: [name for name in names if (path / name).is_file()] for kind, names in KINDS.items()}
     if not all(both.values()):
@@ -75,7 +75,7 @@ def unread(path: Path) -> str:
     return f"{path} holds {safe} and {other}: the first is read, as transformers does; they are not compared"
 
 
-def strays(path: Path) -> list[str]:
+def unindexed_files(path: Path) -> list[str]:
     """The safetensors files of a folder that are not read: the index lacks them, or `model.safetensors` holds all."""
     if not any((path / name).is_file() for name in (SINGLE, INDEX)):
         return []
@@ -111,10 +111,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_spec(config: Mapping[str, Any], folder: Path, settings: Settings) -> ModelSpec:
     """The spec of a config.json that was read from a folder."""
-    return from_huggingface(config, _said(settings), str(folder / "config.json"))
+    return from_huggingface(config, _user_settings(settings), str(folder / "config.json"))
 
 
-def _said(settings: Settings) -> dict[str, Any]:
+def _user_settings(settings: Settings) -> dict[str, Any]:
     """The user's settings of the model, with the vocabulary size."""
     return {**settings.values, **({} if settings.vocab_size is None else {"vocab": settings.vocab_size})}
 
@@ -131,15 +131,15 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     files = tuple(sorted({fragment.path for fragment in fragments.values()}))
     config, folder = read_config(path), settings.config or path
     named = config if folder == path else read_config(folder)
-    part = text_alone.alone(named, fragments, settings, str(folder / "config.json"))
-    fragments = part.of(text_alone.upright(named, fragments, settings))
+    part = language_model.select(named, fragments, settings, str(folder / "config.json"))
+    fragments = part.of(language_model.with_transposed_experts(named, fragments, settings))
     spec = spec_of({key: fragment.shape for key, fragment in fragments.items()}, part.config, folder, settings)
     if isinstance(spec, ModelSpec):
         fragments, note = dequantized(fragments, config)
     placed, dropped = match(model_slots(spec, fragments), {ALONE: fragments}, drops(spec, fragments, settings), path)
-    other = strays(path)
+    other = unindexed_files(path)
     unread_files = f"{some(other, 4)} in {path} are not read, nor does transformers: the model is in other files"
-    notes = tuple(filter(None, [note, unread(path), unread_files if other else "", *part.notes]))
+    notes = tuple(filter(None, [note, unread_pickles_note(path), unread_files if other else "", *part.notes]))
     own_config = config if settings.only is None else part.config
     return Checkpoint(
         path,
@@ -164,10 +164,10 @@ def read_files(path: Path) -> dict[str, Fragment]:
         SourceError: a file is missing or damaged, or its tensors are not those that the index names.
         UnsupportedError: a pickled file holds more than tensors.
     """
-    read_file, (single, index) = (_read_pickled, PICKLED) if pickled(path) else (_read_safe, (SINGLE, INDEX))
+    read_file, (single, index) = (_read_pickled, PICKLED) if has_only_pickles(path) else (_read_safe, (SINGLE, INDEX))
     weight_map = read_weight_map(path, single, index)
     names = [single] if weight_map is None else sorted(set(weight_map.values()))
-    soon(path / name for name in names)
+    prefetch(path / name for name in names)
     by_file = {name: read_file(path / name) for name in names}
     fragments: dict[str, Fragment] = {}
     for name, tensors in by_file.items():
@@ -209,8 +209,8 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
         folder: the folder of config.json.
         settings: the user's settings.
     """
-    stated, file = _said(settings), str(folder / "config.json")
-    left = {*mtp.dropped(shapes, settings)}
+    stated, file = _user_settings(settings), str(folder / "config.json")
+    left = {*mtp.dropped_keys(shapes, settings)}
     shapes = {key: shape for key, shape in shapes.items() if key not in left}
     if settings.verbatim:
         return untabled.describe(config, shapes, stated, "--verbatim")
@@ -254,7 +254,7 @@ def _names_in_memory(family: str) -> re.Pattern[str]:
 def drops(spec: Spec, keys: Iterable[str] = (), settings: Settings = NOTHING_SAID) -> tuple[str, ...]:
     """Regular expressions of the keys that carry no weights, or belong to layers that the user drops."""
     family = () if isinstance(spec, Verbatim) else family_named(spec.family).drops
-    return (*family, *map(re.escape, mtp.dropped(keys, settings)))
+    return (*family, *map(re.escape, mtp.dropped_keys(keys, settings)))
 
 
 def read_weight_map(path: Path, single: str = SINGLE, index: str = INDEX) -> dict[str, str] | None:

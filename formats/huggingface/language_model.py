@@ -122,10 +122,10 @@ SAME = {
     "qwen3_vl_moe_text": Same("qwen3_moe", QWEN3_VL_MOE, {"norm_topk_prob": True}),
 }
 """Model type of a language model without a class of its own: the family that computes the same."""
-Held = TypeVar("Held")
+Value = TypeVar("Value")
 
 
-class Alone(NamedTuple):
+class Selection(NamedTuple):
     """The part of a checkpoint that is read.
 
     Attributes:
@@ -140,12 +140,12 @@ class Alone(NamedTuple):
     left: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
 
-    def of(self, tensors: Mapping[str, Held]) -> dict[str, Held]:
+    def of(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
         """The values of `tensors` for the tensors that are read, by their new names."""
         return {new: tensors[old] for new, old in self.names.items()}
 
 
-def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where: str) -> Alone:
+def select(config: dict[str, Any], keys: Iterable[str], settings: Settings, where: str) -> Selection:
     """The part of a checkpoint that is read: with `settings.only` the language model of a multimodal model, else all.
 
     Args:
@@ -161,7 +161,7 @@ def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where
     """
     every = list(keys)
     if settings.only is None or not _inner(config):
-        return Alone(config, {key: key for key in every})
+        return Selection(config, {key: key for key in every})
     names: dict[str, str] = {}
     for key in every:
         before = next((prefix for prefix in PREFIXES if key.startswith(prefix)), None)
@@ -176,10 +176,12 @@ def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where
     if headless and "tied" not in settings.values:
         _require_one_word(config, where)
     text_config, notes = _config(config, headless, where)
-    return Alone(text_config, names, tuple(key for key in every if key not in kept), notes)
+    return Selection(text_config, names, tuple(key for key in every if key not in kept), notes)
 
 
-def upright(config: Mapping[str, Any], fragments: dict[str, Fragment], settings: Settings) -> dict[str, Fragment]:
+def with_transposed_experts(
+    config: Mapping[str, Any], fragments: dict[str, Fragment], settings: Settings
+) -> dict[str, Fragment]:
     """The tensors of a checkpoint; with `settings.only` its fused experts are transposed to their shape in memory.
 
     Args:
@@ -189,7 +191,7 @@ def upright(config: Mapping[str, Any], fragments: dict[str, Fragment], settings:
     """
     kind, hidden = str(config.get("model_type")) if settings.only else "", _inner(config).get("hidden_size")
 
-    def turned(key: str, fragment: Fragment) -> Fragment:
+    def transposed(key: str, fragment: Fragment) -> Fragment:
         axis = untabled.hidden_axis(kind, key)
         if axis is None or len(fragment.shape) != 3 or fragment.shape[axis] == hidden:
             return fragment
@@ -199,10 +201,10 @@ def upright(config: Mapping[str, Any], fragments: dict[str, Fragment], settings:
             shape=tuple(fragment.shape[i] for i in order), strides=tuple(fragment.strides[i] for i in order)
         )
 
-    return {key: turned(key, fragment) for key, fragment in fragments.items()}
+    return {key: transposed(key, fragment) for key, fragment in fragments.items()}
 
 
-def parts(left: Iterable[str]) -> list[str]:
+def modules_of(left: Iterable[str]) -> list[str]:
     """The parts of a model that the named tensors are in: the first word of each name, two after `model`."""
     words = (key.split(".") for key in left)
     return list(dict.fromkeys(".".join(word[: 1 + (word[0] == "model")]) for word in words))

@@ -23,7 +23,7 @@ from typing import Any
 from formats.errors import RefusedError, SourceError, short
 from formats.families import family_named
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.values import some_layers, whole
+from formats.model.values import positive_int, some_layers
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """The words in `layer_types` for a layer with a sliding window, and for a layer without."""
@@ -49,7 +49,7 @@ def _layers(context: Context) -> range:
     return some_layers(context.values["layers"])
 
 
-def _usual(setting: str, context: Context) -> Any:
+def _default(setting: str, context: Context) -> Any:
     """The default of transformers for a setting, as the codec of the setting understands it; None if there is none."""
     return family_named(context.values["family"]).defaults.get(setting)
 
@@ -78,7 +78,7 @@ def _list(key: str, spelled: Spelled, context: Context) -> list[int] | None:
     return value
 
 
-def marked(
+def word_per_layer(
     key: str, words: tuple[Any, Any], mark: Any, absent: Callable[[Spelled, Context], Any], longer: bool = False
 ) -> Codec:
     """The codec of the layers that have the word `mark` in a list with one of two words for each layer.
@@ -107,47 +107,47 @@ def marked(
     return Codec(read, write)
 
 
-def windowed(key: str) -> Codec:
+def layers_without_window(key: str) -> Codec:
     """The codec of the layers without a sliding window: a word for each layer, or the first ones and every n-th."""
 
     def usual(_: Spelled, context: Context) -> Any:
-        full = _usual("full_layers", context)
+        full = _default("full_layers", context)
         if not isinstance(full, dict):
             return full
-        front, step = full.get("front", 0), whole(full.get("step"), "the step of full_layers", context.where)
+        front, step = full.get("front", 0), positive_int(full.get("step"), "the step of full_layers", context.where)
         return tuple(layer for layer in _layers(context) if layer < front or not (layer + 1) % step)
 
-    return marked(key, (SLIDING, FULL), FULL, usual)
+    return word_per_layer(key, (SLIDING, FULL), FULL, usual)
 
 
-def rotating(key: str, step: str) -> Codec:
+def layers_without_rotation(key: str, step: str) -> Codec:
     """The codec of the layers without rotary embedding: a 0 or 1 for each layer, or the distance between them."""
 
-    def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        distance = whole(spelled.get(step, STEP_WITHOUT_ROTATION), step, context.where)
+    def by_step(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        distance = positive_int(spelled.get(step, STEP_WITHOUT_ROTATION), step, context.where)
         return tuple(layer for layer in _layers(context) if (layer + 1) % distance == 0)
 
-    return marked(key, (0, 1), 0, apart, longer=True)
+    return word_per_layer(key, (0, 1), 0, by_step, longer=True)
 
 
-def alternating(key: str, step: str) -> Codec:
+def linear_layers_by_step(key: str, step: str) -> Codec:
     """The codec of the layers with linear attention: a word for each layer, or all but the last of each step."""
 
-    def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        distance = whole(spelled.get(step, STEP_OF_ATTENTION), step, context.where)
+    def by_step(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        distance = positive_int(spelled.get(step, STEP_OF_ATTENTION), step, context.where)
         return tuple(layer for layer in _layers(context) if (layer + 1) % distance)
 
-    return marked(key, (LINEAR, FULL), LINEAR, apart)
+    return word_per_layer(key, (LINEAR, FULL), LINEAR, by_step)
 
 
-def delta(lists: str, key: str) -> Codec:
+def linear_layers_by_lists(lists: str, key: str) -> Codec:
     """The codec of the layers with linear attention: a word for each layer, or two lists in a map, counted from 1.
 
     One list has the layers with linear attention, the other the layers with full attention. Without either the first
     layer has linear attention, and of the others all but every fourth.
     """
 
-    def unworded(spelled: Spelled, context: Context) -> tuple[int, ...]:
+    def by_lists(spelled: Spelled, context: Context) -> tuple[int, ...]:
         given = spelled.get(lists, {})
         if isinstance(given, dict) and {"full_attn_layers", "kda_layers"} <= {*given}:
             recurrent, full = (set(_list(name, given, context) or ()) for name in ("kda_layers", "full_attn_layers"))
@@ -158,10 +158,10 @@ def delta(lists: str, key: str) -> Codec:
             return tuple(layer - 1 for layer in sorted(recurrent))
         return tuple(layer for layer in _layers(context) if not layer or layer % STEP_OF_ATTENTION)
 
-    return marked(key, (LINEAR, FULL), LINEAR, unworded)
+    return word_per_layer(key, (LINEAR, FULL), LINEAR, by_lists)
 
 
-def in_blocks(lists: str, key: str) -> Codec:
+def block_layers(lists: str, key: str) -> Codec:
     """The codec of the layers whose attention sees blocks of keys: a word for each layer, or a number in a map.
 
     Without either no layer has such attention.
@@ -172,10 +172,10 @@ def in_blocks(lists: str, key: str) -> Codec:
         numbers = given.get("sparse_attention_freq") if isinstance(given, dict) else None
         return [BLOCKS if flag else FULL for flag in numbers] if numbers else ()
 
-    return marked(key, (BLOCKS, FULL), BLOCKS, flags)
+    return word_per_layer(key, (BLOCKS, FULL), BLOCKS, flags)
 
 
-def at_the_end(key: str) -> Codec:
+def last_layers(key: str) -> Codec:
     """The codec of the last layers, spelled as their number."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
@@ -185,12 +185,12 @@ def at_the_end(key: str) -> Codec:
     return Codec(read, lambda some, _: {key: len(some)})
 
 
-def with_states(key: str) -> Codec:
+def state_layers(key: str) -> Codec:
     """The codec of the layers with a state space: a word for each layer; without words all layers."""
-    return marked(key, (LINEAR, FULL), LINEAR, lambda _, context: tuple(_layers(context)))
+    return word_per_layer(key, (LINEAR, FULL), LINEAR, lambda _, context: tuple(_layers(context)))
 
 
-def without(key: str) -> Codec:
+def layers_not_listed(key: str) -> Codec:
     """The codec of the layers that are not in a list; without a list all layers."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
@@ -200,13 +200,13 @@ def without(key: str) -> Codec:
     return Codec(read, lambda some, context: {key: [layer for layer in _layers(context) if layer not in some]})
 
 
-def convolved(key: str, attention: str) -> Codec:
+def convolution_layers(key: str, attention: str) -> Codec:
     """The codec of the layers with a short convolution: a word for each layer, or a list of those with attention."""
 
-    def unlisted(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        return without(attention).read(spelled, context) if attention in spelled else ()
+    def by_list(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        return layers_not_listed(attention).read(spelled, context) if attention in spelled else ()
 
-    return marked(key, (CONV, FULL), CONV, unlisted)
+    return word_per_layer(key, (CONV, FULL), CONV, by_list)
 
 
 def _kinds(key: str, spelled: Spelled, context: Context) -> list[str]:
@@ -247,29 +247,29 @@ def of_kind(*wanted: str) -> Callable[[str], Codec]:
     return of
 
 
-def worded(key: str, count: str) -> Codec:
+def dense_layers_by_word(key: str, count: str) -> Codec:
     """The codec of the dense layers: a word for each layer, or the number of dense layers at the start."""
 
     def front(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        return tuple(_layers(context)[: _count(count, spelled, context, _usual("dense_layers", context))])
+        return tuple(_layers(context)[: _count(count, spelled, context, _default("dense_layers", context))])
 
-    return marked(key, ("dense", "sparse"), "dense", front)
+    return word_per_layer(key, ("dense", "sparse"), "dense", front)
 
 
-def flagged(flags: str, key: str) -> Codec:
+def dense_layers_by_flag(flags: str, key: str) -> Codec:
     """The codec of the dense layers: a word for each layer, or a number, 0 for a dense layer; without either none."""
 
     def numbered(spelled: Spelled, _: Context) -> Any:
         given = spelled.get(flags)
         return ["sparse" if flag else "dense" for flag in given] if given else ()
 
-    return marked(key, ("dense", "sparse"), "dense", numbered)
+    return word_per_layer(key, ("dense", "sparse"), "dense", numbered)
 
 
-def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
+def layers_without_indexer(key: str, pattern: str, step: str, offset: str) -> Codec:
     """The codec of the layers without an indexer: a word or a letter for each, or the distance of those with one."""
 
-    def apart(spelled: Spelled, context: Context) -> Any:
+    def by_pattern_or_step(spelled: Spelled, context: Context) -> Any:
         letters = spelled.get(pattern)
         if isinstance(letters, str):
             return [LETTERS_OF_INDEXERS.get(letter, letter) for letter in letters]
@@ -279,10 +279,10 @@ def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
         front = _count(offset, spelled, context, 2)
         return tuple(layer for layer in _layers(context) if max(layer - front + 1, 0) % distance)
 
-    return marked(key, ("full", "shared"), "shared", apart)
+    return word_per_layer(key, ("full", "shared"), "shared", by_pattern_or_step)
 
 
-def in_front(key: str) -> Codec:
+def leading_dense_layers(key: str) -> Codec:
     """The codec of the dense layers, all at the start, spelled as their number."""
 
     def write(dense: Iterable[int], _: Context) -> Spelled:
@@ -291,11 +291,11 @@ def in_front(key: str) -> Codec:
         return {key: len(list(dense))}
 
     return Codec(
-        lambda spelled, context: tuple(range(_count(key, spelled, context, _usual("dense_layers", context)))), write
+        lambda spelled, context: tuple(range(_count(key, spelled, context, _default("dense_layers", context)))), write
     )
 
 
-def listed(key: str, step: str) -> Codec:
+def dense_layers_by_list(key: str, step: str) -> Codec:
     """The codec of the dense layers: a list of them, and the distance between the layers with experts."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
@@ -305,7 +305,7 @@ def listed(key: str, step: str) -> Codec:
     return Codec(read, lambda dense, _: {key: list(dense), step: 1})
 
 
-def unlisted(key: str, step: str) -> Codec:
+def sparse_layers_by_list(key: str, step: str) -> Codec:
     """The codec of the dense layers: a list of the layers with experts, or the distance between these."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
@@ -318,12 +318,12 @@ def unlisted(key: str, step: str) -> Codec:
     return Codec(read, lambda dense, context: {key: [layer for layer in _layers(context) if layer not in dense]})
 
 
-def bounded(first: str, last: str, step: str) -> Codec:
+def sparse_layers_by_range(first: str, last: str, step: str) -> Codec:
     """The codec of the dense layers: the first and last layer with experts, and the distance between such layers."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         most, apart = len(_layers(context)) - 1, _step(step, spelled, context)
-        low = _count(first, spelled, context, _usual("dense_layers", context))
+        low = _count(first, spelled, context, _default("dense_layers", context))
         high = most if spelled.get(last) == -1 else _count(last, spelled, context, most)
         return tuple(layer for layer in _layers(context) if (layer + 1) % apart or not low <= layer <= high)
 
@@ -337,17 +337,17 @@ def bounded(first: str, last: str, step: str) -> Codec:
     return Codec(read, write)
 
 
-def uncounted(key: str) -> Codec:
+def shared_ffn(key: str) -> Codec:
     """The codec of the width of the shared experts, spelled as it is."""
-    usual = lambda spelled, context: spelled.get(key, _usual("shared_ffn", context))  # noqa: E731
+    usual = lambda spelled, context: spelled.get(key, _default("shared_ffn", context))  # noqa: E731
     return Codec(usual, lambda shared, _: {key: shared})
 
 
-def counted(key: str) -> Codec:
+def shared_expert_count(key: str) -> Codec:
     """The codec of the width of the shared experts, spelled as a number of experts."""
 
     def read(spelled: Spelled, context: Context) -> int | None:
-        width, count = context.values["expert_ffn"], _count(key, spelled, context, _usual("shared_ffn", context))
+        width, count = context.values["expert_ffn"], _count(key, spelled, context, _default("shared_ffn", context))
         return count * (width if type(width) is int else 0) or None
 
     def write(shared: int, context: Context) -> Spelled:

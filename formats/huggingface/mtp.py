@@ -31,7 +31,7 @@ def keys_of(keys: Iterable[str]) -> list[str]:
     return [key for key in every if key.startswith(prefixes)] if prefixes else []
 
 
-def dropped(keys: Iterable[str], settings: Settings) -> list[str]:
+def dropped_keys(keys: Iterable[str], settings: Settings) -> list[str]:
     """The keys of MTP layers, if the user drops these layers; else none."""
     return keys_of(keys) if MTP in settings.drop else []
 
@@ -43,7 +43,7 @@ def count(spec: ModelSpec, keys: Iterable[str]) -> int:
     return sum(1 for key in keys if any(pattern.fullmatch(key) for pattern in patterns))
 
 
-def counted(config: dict[str, Any], spec: Spec, dropped: Iterable[str]) -> dict[str, Any]:
+def with_layer_count(config: dict[str, Any], spec: Spec, dropped: Iterable[str]) -> dict[str, Any]:
     """The config with the number of MTP layers in the files that are written.
 
     Args:

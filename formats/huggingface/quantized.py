@@ -62,7 +62,7 @@ def require_method(config: Mapping[str, Any], where: str) -> str | None:
     raise UnsupportedError(f"{where}: models with a quantization_config are not supported, {known}", KEEP)
 
 
-def stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
+def is_stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
     """Whether a config names a quantization of files, but the tensors, of these element types, are not quantized."""
     match config.get("quantization_config"):
         case {"quant_method": str(method)}:
@@ -84,7 +84,7 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
         SourceError: scales are missing, their shape does not fit their elements, or the config does not explain them.
         UnsupportedError: the blocks are of another kind, or the config names a quantization that is not read here.
     """
-    config = _telling(config)
+    config = _quantized_config(config)
     method, exact = method_of(config), "times their scales, rounded once"
     quantization = config.get("quantization_config") or {}
     match method and quantization["quant_method"]:
@@ -106,7 +106,7 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
     return weights, note if count else f"config.json says that weights are {method}, and none of the files' is"
 
 
-def _telling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _quantized_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config, or its text_config if only that is quantized (transformers 5.23.0, `get_hf_quantizer`)."""
     text = config.get("text_config")
     if config.get("quantization_config") is None and isinstance(text, Mapping) and "quantization_config" in text:

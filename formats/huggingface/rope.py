@@ -16,7 +16,7 @@ from formats.families.family import Family
 from formats.huggingface.layers import FULL, SLIDING
 from formats.huggingface.nulls import require_rotary_values
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.values import whole
+from formats.model.values import positive_int
 
 PARAMETERS, THETA, SCALING, PARTIAL = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")
@@ -134,8 +134,8 @@ def _fraction(part: Any, key: str, family: Family, context: Context) -> Any:
     if part is None and key == PARTIAL and PARTIAL in config:  # null: all of a head, not the default of the family
         part = 1.0
     if part is None and ROTATING in family.own and config.get(ROTATING) is not None:
-        width = whole(config.get("head_dim") or family.head_dim, "head_dim", where)
-        part = whole(config[ROTATING], ROTATING, where) / width
+        width = positive_int(config.get("head_dim") or family.head_dim, "head_dim", where)
+        part = positive_int(config[ROTATING], ROTATING, where) / width
     if key:
         return part or assumed(key, family.defaults["rotary_fraction"], context)
     if part not in (None, 1.0):

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from formats.errors import UnsupportedError, short
 from formats.families import family_named
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.values import real, whole
+from formats.model.values import positive_float, positive_int
 
 
-def expanded(key: str, expansion: str, width: str) -> Codec:
+def state_head_dim(key: str, expansion: str, width: str) -> Codec:
     """The codec of the elements of a state-space head; `auto`: the width of all heads divided by their number.
 
     The width is that of the key `width`, or `expansion` times the hidden size.
@@ -29,9 +29,9 @@ def expanded(key: str, expansion: str, width: str) -> Codec:
     def read(spelled: Spelled, context: Context) -> object:
         if spelled.get(key, "auto") != "auto":
             return spelled[key]
-        hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "state_heads"))
-        times = whole(spelled.get(expansion, 2), expansion, context.where)
-        return whole(spelled.get(width, times * hidden), width, context.where) // heads
+        hidden, heads = (positive_int(context.values[name], name, context.where) for name in ("hidden", "state_heads"))
+        times = positive_int(spelled.get(expansion, 2), expansion, context.where)
+        return positive_int(spelled.get(width, times * hidden), width, context.where) // heads
 
     return Codec(read, lambda value, _: {key: value})
 
@@ -40,7 +40,7 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 """Methods of choosing the best experts: of all experts, or of the experts in the best groups."""
 
 
-def limited(method: str, key: str) -> Codec:
+def group_count(method: str, key: str) -> Codec:
     """The codec of a number of groups of experts, which is 1 unless the method is `LIMITED`."""
 
     def read(spelled: Spelled, context: Context) -> object:
@@ -55,7 +55,7 @@ def limited(method: str, key: str) -> Codec:
     return Codec(read, write)
 
 
-def adjusted(key: str, adjusts: str, multiplier: str, multiple: str) -> Codec:
+def adjusted_ffn(key: str, adjusts: str, multiplier: str, multiple: str) -> Codec:
     """The codec of the width of an MLP, which is adjusted unless the key `adjusts` is false.
 
     Adjusted it is two thirds of the stated width, times `multiplier`, rounded up to a multiple of `multiple`.
@@ -64,15 +64,15 @@ def adjusted(key: str, adjusts: str, multiplier: str, multiple: str) -> Codec:
     def read(spelled: Spelled, context: Context) -> object:
         if spelled.get(adjusts, True) is False:
             return spelled.get(key)
-        stated = whole(spelled.get(key), key, context.where)
-        unit = whole(spelled.get(multiple, 256), multiple, context.where)
-        width = int(real(spelled.get(multiplier, 1.0), multiplier, context.where) * int(2 * stated / 3))
+        stated = positive_int(spelled.get(key), key, context.where)
+        unit = positive_int(spelled.get(multiple, 256), multiple, context.where)
+        width = int(positive_float(spelled.get(multiplier, 1.0), multiplier, context.where) * int(2 * stated / 3))
         return -(-width // unit) * unit
 
     return Codec(read, lambda value, _: {key: value, adjusts: False})
 
 
-def inside(name: str) -> Callable[[str, str], Codec]:
+def size_in_map(name: str) -> Callable[[str, str], Codec]:
     """Return a maker of codecs for a size that is `name` in a map of the family, or else under a key of its own."""
 
     def of(key: str, outer: str) -> Codec:
@@ -89,20 +89,20 @@ def inside(name: str) -> Callable[[str, str], Codec]:
     return of
 
 
-def twice(key: str) -> Codec:
+def doubled(key: str) -> Codec:
     """The codec of a number that is twice the value of another setting's key."""
 
     def read(spelled: Spelled, context: Context) -> int:
-        return 2 * whole(spelled.get(key), key, context.where)
+        return 2 * positive_int(spelled.get(key), key, context.where)
 
     return Codec(read, lambda *_: {})
 
 
-def double(key: str) -> Codec:
+def double_ffn(key: str) -> Codec:
     """The codec of the width of the MLP in some layers: a key for whether it is twice `ffn`; else None."""
 
     def read(spelled: Spelled, context: Context) -> int | None:
-        return 2 * whole(context.values["ffn"], "ffn", context.where) if spelled.get(key) else None
+        return 2 * positive_int(context.values["ffn"], "ffn", context.where) if spelled.get(key) else None
 
     return Codec(read, lambda value, _: {key: value is not None})
 
@@ -112,7 +112,7 @@ def zero_or(key: str) -> Codec:
     return Codec(lambda spelled, _: spelled.get(key) or None, lambda value, _: {key: value or 0})
 
 
-def of_full(setting: str, name: str) -> Callable[..., Codec]:
+def size_of_full_layers(setting: str, name: str) -> Callable[..., Codec]:
     """Return a maker of codecs for a size of the layers without a window: in a map of layers, or else under its key.
 
     Without the map the setting is None where the key `switch` is false or absent.

@@ -42,12 +42,12 @@ def whole_part(shape: tuple[int, ...]) -> Cut:
     return Cut(tuple((0, n) for n in shape))
 
 
-def in_one(name: str, fragment: Fragment) -> Scattered:
+def single_piece(name: str, fragment: Fragment) -> Scattered:
     """A tensor in one piece."""
-    return scattered(name, fragment.shape, fragment.dtype, [Piece(whole_part(fragment.shape), fragment)])
+    return from_pieces(name, fragment.shape, fragment.dtype, [Piece(whole_part(fragment.shape), fragment)])
 
 
-def scattered(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Piece]) -> Scattered:
+def from_pieces(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Piece]) -> Scattered:
     """A tensor from its pieces. A part that occurs several times belongs to several copies of the tensor.
 
     Raises:
@@ -88,7 +88,7 @@ def _text(part: Cut) -> str:
     return "[" + ", ".join(f"{low}:{high}" for low, high in part.ranges) + "]"
 
 
-def unstacked(tensor: Scattered, dim: int = 0) -> Iterator[Scattered]:
+def unstack(tensor: Scattered, dim: int = 0) -> Iterator[Scattered]:
     """The tensors that are stacked along a dimension of a tensor, in order."""
     slices: list[list[list[Piece]]] = [[[] for _ in tensor.copies] for _ in range(tensor.shape[dim])]
     for number, copy in enumerate(tensor.copies):
@@ -111,7 +111,7 @@ def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return values[:dim] + values[dim + 1 :]
 
 
-def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:
+def place_pieces(placed: Placed, tensor: Scattered) -> Iterator[Placed]:
     """A placed tensor for each piece of a tensor, or for each copy whose pieces are columns."""
     for number, copy in enumerate(tensor.copies):
         slot = placed.slot._replace(replica=placed.slot.replica._replace(number=number))
@@ -127,4 +127,4 @@ def match_pieces(
 ) -> tuple[list[Placed], tuple[Placed, ...], list[str]]:
     """Do `match` for tensors in one place. Returns the whole tensors, all their pieces, and the dropped keys."""
     placed, dropped = match(slots, {ALONE: {key: tensor.whole for key, tensor in tensors.items()}}, drops, where)
-    return placed, tuple(piece for whole in placed for piece in spread(whole, tensors[whole.key])), dropped
+    return placed, tuple(piece for whole in placed for piece in place_pieces(whole, tensors[whole.key])), dropped

@@ -29,7 +29,7 @@ from formats.layout.slots import Slot
 from formats.megatron import chained_optimizer, muon
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.args.options import Options
-from formats.megatron.chained_optimizer import CHAINED, Parameter, joined, same_scaler
+from formats.megatron.chained_optimizer import CHAINED, Parameter, same_scaler, shared_groups
 from formats.megatron.classic import parameters_of, slots_of
 from formats.megatron.details import Megatron
 from formats.megatron.mesh import Mesh
@@ -38,7 +38,7 @@ from formats.megatron.pipeline import pipeline_of
 from formats.megatron.shards import folder_of
 from formats.megatron.tables import MCORE
 from formats.model.spec import ModelSpec
-from formats.model.values import whole
+from formats.model.values import positive_int
 from formats.optimizer import STATES
 from formats.torch_files import dcp
 from formats.torch_files.unpickle import DAMAGE
@@ -92,10 +92,10 @@ def _trained(source: Checkpoint) -> dict[int, list[list[Parameter]]]:
     spec, details, path = cast(ModelSpec, source.spec), source.details_of(Megatron), source.home
     args = details.args
     tp, pp, virtual = (
-        whole(args.get(f"{axis}_model_parallel_size") or 1, axis, str(path))
+        positive_int(args.get(f"{axis}_model_parallel_size") or 1, axis, str(path))
         for axis in ("tensor", "pipeline", "virtual_pipeline")
     )
-    etp = whole(args.get("expert_tensor_parallel_size") or tp, "etp", str(path)) if spec.experts else tp
+    etp = positive_int(args.get("expert_tensor_parallel_size") or tp, "etp", str(path)) if spec.experts else tp
     several = chained_optimizer.is_spread(args)
     if spec.experts and (args.get("moe_use_legacy_grouped_gemm") or (etp != tp and not several)):
         what = "moe_use_legacy_grouped_gemm" if etp == tp else f"expert_tensor_parallel_size = {etp} beside {tp}"
@@ -143,7 +143,9 @@ def _settings(source: Checkpoint, ranks: Mapping[int, int]) -> Settings:
             [objects.get(OBJECT.format(index, name)) for index in numbers] for name in ("optimizer", "grad_scaler")
         )
         try:
-            groups = joined([(index, index.value[0]["param_groups"]) for index in kept if index]) if all(kept) else []
+            groups = (
+                shared_groups([(index, index.value[0]["param_groups"]) for index in kept if index]) if all(kept) else []
+            )
             settings.append((groups, same_scaler([(index, index.value[0] if index else None) for index in scalers])))
         except DAMAGE:
             what = f"{source.home} holds no settings of the optimizer on rank {rank} that are known"

@@ -55,7 +55,7 @@ def repeated(slot: Slot) -> bool:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def spread(slots: Iterable[Slot], ep: int) -> frozenset[bool]:
+def expert_groups(slots: Iterable[Slot], ep: int) -> frozenset[bool]:
     """The parameter groups of the experts' optimizer, as whether a group has weight decay; empty without one.
 
     Every rank has the same groups, even if no parameter of the rank is in a group.
@@ -65,7 +65,7 @@ def spread(slots: Iterable[Slot], ep: int) -> frozenset[bool]:
 
 
 def shares(parameters: Sequence[Parameter], kinds: Collection[bool]) -> list[list[Parameter]]:
-    """The parameters of each optimizer of a rank, given the groups of the experts' optimizer (`spread`)."""
+    """The parameters of each optimizer of a rank, given the groups of the experts' optimizer (`expert_groups`)."""
     own = trained(parameters)
     if not kinds:
         return [own]
@@ -73,7 +73,7 @@ def shares(parameters: Sequence[Parameter], kinds: Collection[bool]) -> list[lis
 
 
 def groups(every: Sequence[Mapping[str, Any]], kinds: Collection[bool]) -> list[list[dict[str, Any]]]:
-    """The parameter groups of each optimizer, given the groups of the experts' optimizer (`spread`)."""
+    """The parameter groups of each optimizer, given the groups of the experts' optimizer (`expert_groups`)."""
     chained = [[dict(group) for group in every]]
     if kinds:
         chained.append([{**group, "is_expert_parallel": True} for group in every if bool(group["wd_mult"]) in kinds])
@@ -112,7 +112,9 @@ def is_spread(args: Mapping[str, Any]) -> bool:
     return args.get("num_experts") is not None and type(size) is int and size > 1
 
 
-def apart(chunks: Mapping[Place, Mapping[str, Any]], *, several: bool) -> list[dict[Place, dict[str, Any]]]:
+def tensors_by_optimizer(
+    chunks: Mapping[Place, Mapping[str, Any]], *, several: bool
+) -> list[dict[Place, dict[str, Any]]]:
     """The tensors that each optimizer trains, by chunk of a file and key.
 
     Args:
@@ -134,7 +136,7 @@ def apart(chunks: Mapping[Place, Mapping[str, Any]], *, several: bool) -> list[d
     ]
 
 
-def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
+def shared_groups(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
     """The two parameter groups that all optimizers share, without their parameters: with weight decay, and without.
 
     Args:

@@ -31,7 +31,7 @@ from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, indexer, linear_attention, mla, providers, state_space
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.options import CORE, DIST, Options, main_dtype, namespace
-from formats.megatron.chained_optimizer import Parameter, spread
+from formats.megatron.chained_optimizer import Parameter, expert_groups
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh, require_mesh
@@ -54,7 +54,7 @@ from formats.megatron.shards import (
 )
 from formats.megatron.tables import GROUPED, LEGACY, MCORE
 from formats.model.spec import ModelSpec
-from formats.torch_files.archive_writer import Held, archived_alike
+from formats.torch_files.archive_writer import TensorEntry, archived_alike
 from formats.torch_files.pickle_values import Namespace, TensorRef
 
 NAME = MEGATRON.name
@@ -76,7 +76,10 @@ def tables() -> dict[str, tuple[Rule, ...]]:
 
 def holders(family: Family) -> dict[str, bool]:
     """Whether each dialect holds a family: megatron-core all not of Hugging Face alone, Megatron-LLM some of these."""
-    return {NAME: not family.only_here, megatron_llm.NAME: not (family.only_here or megatron_llm.lacks(family))}
+    return {
+        NAME: not family.only_here,
+        megatron_llm.NAME: not (family.only_here or megatron_llm.unsupported_reason(family)),
+    }
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -328,12 +331,12 @@ def write(
     merged |= optimizer.args() if optimizer else {}
     table = TABLES[options.dialect]
     if not llm:
-        table = names.of_version(table, flags.chosen(merged, options.version, options.accepted)[0])
+        table = names.of_version(table, flags.choose_version(merged, options.version, options.accepted)[0])
     mesh, by_file = options.mesh, dict[str, list[Slot]]()
     slots = slots_of(spec, table, mesh, pipeline, padded, first=True)
     for slot in slots:
         by_file.setdefault(slot.place.file, []).append(slot)
-    kinds = spread(slots, mesh.ep) if optimizer else frozenset[bool]()
+    kinds = expert_groups(slots, mesh.ep) if optimizer else frozenset[bool]()
     numbers, ranks, files = list(mesh.files()), mesh.together(spec.experts or 0), list[OutputFile]()
     for stage in range(options.pp):
         places = tuple(folder_of(tp, stage, ep, options.pp, mesh) for _, tp, ep in numbers)
@@ -411,10 +414,10 @@ def _files(
     kinds: Collection[bool],
 ) -> list[OutputFile]:
     """The files of the ranks of a stage, given the args of each rank and the parameters of the first."""
-    tensors: list[Held] = [
+    tensors: list[TensorEntry] = [
         (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
     ]
-    states = megatron_optim.held(optimizer, parameters) if optimizer and not optimizer.distributed else {}
+    states = megatron_optim.plain_tensors(optimizer, parameters) if optimizer and not optimizer.distributed else {}
 
     def value(refs: Mapping[str, TensorRef], rank: int) -> dict[str, Any]:
         empty = [_chunk_key(number, options.pipeline) for number in range(options.vpp)]

@@ -62,7 +62,7 @@ def details(
         kind=kind,
         fresh=fresh,
         shown={"iteration": iteration, "folder": folder.name, "padded_vocab": padded, "dialect": dialect},
-        residue={"args": fields.residue(args)},
+        residue={"args": fields.run_arguments(args)},
         arguments=tuple(args),
         args=args,
         iteration=iteration,

@@ -65,7 +65,7 @@ FC1 = re.compile(r"(linear_fc1\.(?:weight|bias)(?:\{expert\})?)")
 """The part of a classic key that is followed by `_w` for gate and `_v` for up, which are one tensor there."""
 
 
-def _apart(rule: Rule) -> Iterator[Rule]:
+def _separate_rules(rule: Rule) -> Iterator[Rule]:
     """The rows that stand for one row of the classic table: two if the row has gate and up, one for each."""
     halves = rule.pattern.apart() if FC1.search(rule.key) else (rule.pattern,)
     if len(halves) == 1:
@@ -75,7 +75,7 @@ def _apart(rule: Rule) -> Iterator[Rule]:
         yield Rule(FC1.sub(rf"\g<1>{suffix}", rule.key), half, rule.conditions)
 
 
-TABLE = tuple(half for rule in MODEL for half in _apart(rule))
+TABLE = tuple(half for rule in MODEL for half in _separate_rules(rule))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -245,9 +245,9 @@ def write(
             "--dtype bf16, of which the float32 weights are the master weights",
         )
     folder = name_of(iteration)
-    table = names.of_version(_table(spec, ()), flags.chosen(merged, options.version, options.accepted)[0])
+    table = names.of_version(_table(spec, ()), flags.choose_version(merged, options.version, options.accepted)[0])
     parameters = parameters_of(whole_slots(spec, table, padded, options.mesh.interleaves), options)
-    stored = [dcp_writer.whole(slot, f"{PREFIX}{key}") for _, key, slot in parameters]
+    stored = [dcp_writer.whole_slot(slot, f"{PREFIX}{key}") for _, key, slot in parameters]
     objects: dict[str, bytes | Small] = {
         "args": packed_plain(Namespace({**merged, "rank": 0})),
         "checkpoint_version": packed(3.0),
@@ -258,7 +258,7 @@ def write(
         moved = [(key, slot) for _, key, slot in parameters if not BUFFER.fullmatch(key)]
         for state, of in optimizer.dtypes.items():
             stored += [
-                dcp_writer.whole(slot, f"{states.STATES}{prefix}{key}.{state}", state, slot_dtype(slot, of))
+                dcp_writer.whole_slot(slot, f"{states.STATES}{prefix}{key}.{state}", state, slot_dtype(slot, of))
                 for key, slot in moved
             ]
         objects |= states.objects(optimizer, moved, merged)

@@ -138,7 +138,7 @@ def read(
     ranks = {tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".linear_in.weight") and tensor.shape}
     if len(ranks) != 1:
         raise SourceError(f"{folder} holds factors of {len(ranks)} ranks: {some([*map(str, sorted(ranks))], 3)}")
-    matrices = _held(tensors, TABLES[kind], model)
+    matrices = _matrices_of(tensors, TABLES[kind], model)
     trained = {*(peft.get("target_modules") or ())} - {*(peft.get("exclude_modules") or ())}
     wanted = [name for name in TARGETS if name in model.tensors and TARGETS[name][kind] in trained]
     if lost := dict.fromkeys(TARGETS[name][kind] for name in wanted if name not in matrices):
@@ -172,7 +172,7 @@ def read(
     )
 
 
-def _held(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpec) -> tuple[str, ...]:
+def _matrices_of(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpec) -> tuple[str, ...]:
     """The matrices of a model for which at least one layer has a factor among `keys`."""
     rules = [rule for rule in table if any(rule.key.replace("{layer}", key.split(".")[2]) == key for key in keys)]
     names = {name.rpartition("_lora_")[0] for rule in rules for name in rule.pattern.tensors} & {*model.tensors}
@@ -248,7 +248,7 @@ def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options
         shape, box = (slot.shape, part.ranges) if base.mixed else (
             (layers, *slot.shape), ((layer, layer + 1), *part.ranges)
         )  # fmt: skip
-        stored.append(dcp_writer.Stored(slot, part, name, shape, box, dtype=dtype))
+        stored.append(dcp_writer.SlotPart(slot, part, name, shape, box, dtype=dtype))
         shard = "0_1" if base.mixed else f"{layer}_{layers}"
         objects[f"{name.removesuffix('weight')}_extra_state/shard_{shard}"] = packed([None])
     files, metadata = dcp_writer.layout(root / folder, [stored], {}, objects=objects)

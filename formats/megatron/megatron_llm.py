@@ -27,11 +27,11 @@ from formats.megatron.args.codecs import choice, only, single
 from formats.megatron.args.options import Options, main_dtype
 from formats.megatron.args.table import conditions, described
 from formats.megatron.pipeline import Pipeline
-from formats.model.checks import unsaid
+from formats.model.checks import lost_setting
 from formats.model.codec import Context, read, rows, write
 from formats.model.spec import ModelSpec
-from formats.model.values import real, whole
-from formats.torch_files.pickle_values import Dtype, Opaque, keeps
+from formats.model.values import positive_float, positive_int
+from formats.torch_files.pickle_values import Dtype, Opaque, is_plain
 
 NAME = "megatron-llm"
 FRESH = "--no_load_optim --no_load_rng"
@@ -59,14 +59,14 @@ LOST = {"norm_epsilon": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "slid
 
 
 def _read_head_dim(value: Any, context: Context) -> int:
-    hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
+    hidden, heads = (positive_int(context.values[name], name, context.where) for name in ("hidden", "heads"))
     if value not in (None, hidden // heads):
         raise UnsupportedError(f"{context.where}: Megatron-LLM turns {hidden // heads} elements of a head, not {value}")
     return hidden // heads
 
 
 def _read_scaling(value: Any, context: Context) -> Mapping[str, Any] | None:
-    factor = real(value or 1.0, "rope_scaling_factor", context.where)
+    factor = positive_float(value or 1.0, "rope_scaling_factor", context.where)
     return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
@@ -204,7 +204,7 @@ def _vocab(args: Mapping[str, Any], base: ModelSpec | None, assets: Path | None,
     without --no_new_tokens added up to seven tokens of its own.
     """
     if "perform_initialization" not in args:
-        return whole(args.get("padded_vocab_size"), "padded_vocab_size", "args")
+        return positive_int(args.get("padded_vocab_size"), "padded_vocab_size", "args")
     if base is None or base.vocab is None:
         return None
     if args["perform_initialization"] is False:
@@ -257,7 +257,7 @@ def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def lacks(family: Family, biases: Collection[str] | None = None) -> str:
+def unsupported_reason(family: Family, biases: Collection[str] | None = None) -> str:
     """Why Megatron-LLM holds no model of a family; empty if it does.
 
     Args:
@@ -287,7 +287,7 @@ def check_spec(spec: ModelSpec) -> None:
     Raises:
         RefusedError: the model has other tensors or another rotary embedding than Megatron-LLM's Llama and Mistral.
     """
-    family_lacks, lost = lacks(family_named(spec.family), spec.biases), unsaid(TABLE, (), spec)
+    family_lacks, lost = unsupported_reason(family_named(spec.family), spec.biases), lost_setting(TABLE, (), spec)
     scaling = dict(spec.rope_scaling or {})
     reasons = {
         family_lacks: bool(family_lacks),
@@ -317,7 +317,7 @@ def namespace(
         old: the args of the source; those that the model and the topology do not determine are kept.
         iteration: the iteration; None for a release.
     """
-    kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
+    kept = {name: value for name, value in old.items() if is_plain(name) and is_plain(value)}
     dtype = main_dtype(dtypes)
     base = {
         "seq_length": spec.max_positions,

@@ -34,7 +34,7 @@ LAYERED = ("use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout"
 SCALAR = "muon_scalar_optimizer"
 
 
-class Word(NamedTuple):
+class Setting(NamedTuple):
     """A setting of torch's Muon: Megatron's arguments for it, and their values for each value of the setting."""
 
     name: str
@@ -42,14 +42,14 @@ class Word(NamedTuple):
     values: Mapping[Any, tuple[Any, ...]]
 
 
-WORDS = (
-    Word("nesterov", ("muon_nesterov",), {False: (False,), True: (True,)}),
-    Word("ns_coefficients", ("muon_coefficient_type",), {(3.4445, -4.775, 2.0315): ("simple",)}),
-    Word("ns_steps", ("muon_num_ns_steps",), {steps: (steps,) for steps in range(1, 100)}),
-    Word("adjust_lr_fn", ("muon_scale_mode", "muon_extra_scale_factor"), {
+SETTINGS = (
+    Setting("nesterov", ("muon_nesterov",), {False: (False,), True: (True,)}),
+    Setting("ns_coefficients", ("muon_coefficient_type",), {(3.4445, -4.775, 2.0315): ("simple",)}),
+    Setting("ns_steps", ("muon_num_ns_steps",), {steps: (steps,) for steps in range(1, 100)}),
+    Setting("adjust_lr_fn", ("muon_scale_mode", "muon_extra_scale_factor"), {
         "original": ("shape_scaling", 1.0), None: ("shape_scaling", 1.0), "match_rms_adamw": ("spectral", 0.2),
     }),
-    Word("eps", (), {1e-7: ()}),
+    Setting("eps", (), {1e-7: ()}),
 )  # fmt: skip
 """Facts: torch 2.13.0 optim/_muon.py; emerging-optimizers 0.3.0 orthogonalized_optimizers/muon.py and muon_utils.py."""
 APART = frozenset({"query", "key", "value"})
@@ -68,7 +68,7 @@ def trains(slot: Slot) -> bool:
     return len(slot.shape) - stacked == 2 and not key.endswith(ENDS)
 
 
-def keeps(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]]) -> bool:
+def has_state(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]]) -> bool:
     """Whether a Megatron run with Muon keeps an optimizer state of a parameter.
 
     Args:
@@ -125,7 +125,7 @@ def of_torch(group: Mapping[str, Any], args: Mapping[str, Any], where: str) -> M
     if args["muon_split_qkv"] is not True:
         raise UnsupportedError(f"{where}: its Muon takes query, key and value as one matrix, which no other does")
     settings = {}
-    for word in WORDS:
+    for word in SETTINGS:
         values = tuple(args[name] for name in word.args)
         matching = [value for value, written in word.values.items() if written == values]
         if not matching:
@@ -147,7 +147,7 @@ def args_of(muon: Muon, where: str) -> dict[str, Any]:
         UnsupportedError: Megatron has no arguments for a setting.
     """
     args: dict[str, Any] = {"muon_momentum": muon.momentum, "muon_split_qkv": True, SCALAR: "adam"}
-    for word in WORDS:
+    for word in SETTINGS:
         value = getattr(muon, word.name)
         if value not in word.values:
             raise UnsupportedError(f"{where}: Megatron's Muon has no {word.name} = {short(value)}")
@@ -157,6 +157,6 @@ def args_of(muon: Muon, where: str) -> dict[str, Any]:
 
 def flags_of(args: Mapping[str, Any]) -> str:
     """Return the command-line flags for these arguments, which a training does not take from the checkpoint."""
-    names = ["muon_momentum", *(name for word in WORDS for name in word.args if args[name] is not False)]
+    names = ["muon_momentum", *(name for word in SETTINGS for name in word.args if args[name] is not False)]
     told = [f"--{name.replace('_', '-')}{'' if args[name] is True else f' {args[name]}'}" for name in names]
     return " ".join(["--optimizer muon", *told])

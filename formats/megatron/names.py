@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from formats.layout.table import Rule
-from formats.megatron.args.versions import since
+from formats.megatron.args.versions import is_between
 
 RENAMED = (
     ("transformer_layer", "mtp_model_layer", "0.17"),
@@ -22,7 +22,7 @@ RENAMED = (
 
 def of_version(table: Iterable[Rule], version: str) -> tuple[Rule, ...]:
     """The table with the names that a version writes."""
-    spelled = {f"{{{old}|{new}}}": new if since(version, first) else old for old, new, first in RENAMED}
+    spelled = {f"{{{old}|{new}}}": new if is_between(version, first) else old for old, new, first in RENAMED}
 
     def key(rule: Rule) -> str:
         both = next((both for both in spelled if both in rule.key), "")

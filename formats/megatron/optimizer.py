@@ -38,7 +38,7 @@ from formats.megatron import muon
 from formats.megatron.chained_optimizer import Parameter, decays
 from formats.optimizer import STATES
 from formats.torch_files.archive_plan import STREAM, plan_archive
-from formats.torch_files.archive_writer import Held, Small
+from formats.torch_files.archive_writer import Small, TensorEntry
 from formats.torch_files.pickle_values import Dtype, StorageRef, TensorRef
 
 ALIGNMENT = 64
@@ -182,9 +182,9 @@ def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
     return sorted(parameters, key=place)
 
 
-def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, list[Held]]:
+def plain_tensors(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, list[TensorEntry]]:
     """The tensors of a plain optimizer in a rank's file, by state."""
-    tensors: dict[str, list[Held]] = {}
+    tensors: dict[str, list[TensorEntry]] = {}
     for state, dtypes in optimizer.dtypes.items():
         tensors[state] = [
             (
@@ -273,7 +273,7 @@ def sharded_file(
         optimizer: the optimizer to write.
         parameters: the parameters of the rank.
         dtype: torch's name of the element type of the parameters.
-        kinds: the groups of the experts' optimizer (`chained_optimizer.spread`).
+        kinds: the groups of the experts' optimizer (`chained_optimizer.expert_groups`).
         first: whether the rank is the first data rank, which alone writes dense parameters.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout.pieces import spread
+from formats.layout.pieces import place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, Place, Slot
 from formats.layout.tensors import BUFFERS
@@ -23,20 +23,20 @@ from formats.megatron import bucketed_optimizer, common_state, fsdp_dtensor_opti
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR
 from formats.megatron.chained_optimizer import (
     CHAINED,
-    apart,
     decays,
     entries,
     groups_of,
     is_spread,
-    joined,
     repeated,
     same_scaler,
+    shared_groups,
+    tensors_by_optimizer,
 )
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import OTHERS, PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
 from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
 from formats.model.spec import Verbatim
-from formats.optimizer import KEPT, MOMENTUM, STATES, require_states
+from formats.optimizer import CARRIED, MOMENTUM, STATES, require_states
 from formats.torch_files import dcp
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import Small, plain
@@ -51,7 +51,7 @@ NAMES = {name: dtype for dtype, name in reversed([*TYPES.items()])}
 """torch's name of each element type."""
 Chunks = Mapping[Place, Mapping[str, Fragment]]
 """Tensors by place and key."""
-Found = dict[str, dict[Place, dict[str, Fragment]]]
+StateFragments = dict[str, dict[Place, dict[str, Fragment]]]
 """Tensors by state, place and key."""
 
 
@@ -194,7 +194,7 @@ def _dist(source: Checkpoint) -> Optimizer:
             )
         else:
             inners = [outer.get("optimizer", outer) for outer in outers]
-            groups = joined([(file, inner["param_groups"]) for inner in inners])
+            groups = shared_groups([(file, inner["param_groups"]) for inner in inners])
             scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
             saved = [inner.get("state", {}).get("common_step") for inner in inners]
             steps = {plain(file, step, "the step") for step in saved if step is not None}
@@ -209,7 +209,7 @@ def _dist(source: Checkpoint) -> Optimizer:
     for name, pieces in listed.items():
         state, holds = stored[name]
         states.setdefault(state, []).extend(_in_pieces(source, pieces, state, holds))
-    checkpoints = {state: replace(source, tensors=tuple(states[state])) for state in KEPT if state in states}
+    checkpoints = {state: replace(source, tensors=tuple(states[state])) for state in CARRIED if state in states}
     states_of = _as_checkpoints(source, checkpoints)
     return Optimizer(states_of, groups, kind is not None, step, scaler, head, grads, group)
 
@@ -248,7 +248,7 @@ def _in_pieces(
     """The fragments of a state of a torch_dist checkpoint, paired with the slots of the weights."""
     tensors = torch_dist.tensors_in(source.home, entries)
     placed = _matched(source, {ALONE: {key: item.whole for key, item in tensors.items()}}, state, holds=holds)
-    return (piece for item in placed for piece in spread(item, tensors[item.key]))
+    return (piece for item in placed for piece in place_pieces(item, tensors[item.key]))
 
 
 def masters(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], tuple[str, ...]]:
@@ -278,7 +278,7 @@ def _fsdp(source: Checkpoint) -> Optimizer:
 
 
 def _classic(source: Checkpoint) -> Optimizer:
-    by_state: Found = {}
+    by_state: StateFragments = {}
     heads = []
     shards, args = read_shards(source.home), source.details_of(Megatron).args
     mesh = mesh_of(shards, args, source.home)
@@ -290,7 +290,11 @@ def _classic(source: Checkpoint) -> Optimizer:
             for place, tensors in tensors_of([shard], mesh, source.topology["pp"]).items()
         }
         try:
-            heads.append(_shard(shard, apart(chunks, several=is_spread(args)), entries(shard.file, args), by_state))
+            heads.append(
+                _shard(
+                    shard, tensors_by_optimizer(chunks, several=is_spread(args)), entries(shard.file, args), by_state
+                )
+            )
         except DAMAGE:
             raise SourceError(f"{shard.file.path} holds no optimizer of a kind that is known") from None
         if heads[-1] != heads[0]:
@@ -307,7 +311,7 @@ def _classic(source: Checkpoint) -> Optimizer:
 
 
 def _shard(
-    shard: Shard, shares: Sequence[Chunks], outers: Sequence[Mapping[Any, Any]], by_state: Found
+    shard: Shard, shares: Sequence[Chunks], outers: Sequence[Mapping[Any, Any]], by_state: StateFragments
 ) -> tuple[Any, ...]:
     """Add the optimizer states in a rank's file to `by_state`.
 
@@ -323,7 +327,7 @@ def _shard(
     """
     file = shard.file
     inners = [outer.get("optimizer", outer) for outer in outers]
-    groups, distributed = joined([(file, inner["param_groups"]) for inner in inners]), "state" not in inners[0]
+    groups, distributed = shared_groups([(file, inner["param_groups"]) for inner in inners]), "state" not in inners[0]
     steps: set[Small] = set()
     if distributed:
         states = _sharded(file, shares)

@@ -167,7 +167,7 @@ def sides(source: Checkpoint, optimizer: Optimizer) -> tuple[Group, Group]:
             what = "matrices" if decayed else "vectors and biases"
             first, second, *_ = sorted(groups)
             raise UnsupportedError(
-                f"{source.home} trains its {what} with different settings, such as {_said(first)} and {_said(second)}: "
+                f"{source.home} trains its {what} with different settings, such as {_text(first)} and {_text(second)}: "
                 "Megatron has one for all of them"
             )
     if not kinds[True]:
@@ -196,7 +196,7 @@ _KNOWN = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False,
 """The settings by which Megatron identifies a parameter group."""
 
 
-def _said(group: Group) -> str:
+def _text(group: Group) -> str:
     return ", ".join(f"{name} {value}" for name, value in group._asdict().items())
 
 

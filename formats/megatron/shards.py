@@ -19,7 +19,7 @@ from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.tables import GROUPED
-from formats.model.values import whole
+from formats.model.values import positive_int
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace, TensorRef
 from formats.torch_files.saves import require_same
@@ -168,7 +168,7 @@ def embedding_rows(tensors: Mapping[str, Scattered], name: str, folder: Path) ->
 def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
     """The number that, times the tensor parallel size, the padded vocabulary is a multiple of; 128 if args lack it."""
     value = args.get("make_vocab_size_divisible_by")
-    return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
+    return 128 if value is None else positive_int(value, "make_vocab_size_divisible_by", str(path))
 
 
 def mesh_of(shards: Sequence[Shard], args: Mapping[str, Any], iteration: Path) -> Mesh:

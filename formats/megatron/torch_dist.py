@@ -33,16 +33,16 @@ from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.columns import Cut
 from formats.layout.pattern import splits
-from formats.layout.pieces import Scattered, match_pieces, unstacked
+from formats.layout.pieces import Scattered, match_pieces, unstack
 from formats.layout.slots import Slot
 from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
-from formats.megatron import common_state, lora, mtp, muon, whole
+from formats.megatron import common_state, lora, mtp, muon, vision_language
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, indexer, linear_attention, mla, providers, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, main_dtype, namespace
-from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
+from formats.megatron.chained_optimizer import BUFFER, CHAINED, expert_groups
 from formats.megatron.classic import FLAGS, assets_of, spec_of, topology_of
 from formats.megatron.common_state import ABOUT, BACKEND
 from formats.megatron.details import details
@@ -166,7 +166,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
     args, vision = args_of(common), run_config.vision_of(saved_config) if saved_config else None
     if vision:
-        entries, beside = whole.parted(entries)
+        entries, beside = vision_language.split_entries(entries)
     weights = [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)]
     if settings.adapter is not None:
         adapters = tensors_in(folder, [entry for entry in weights if lora.ADAPTER in entry.name])
@@ -179,7 +179,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     assets = assets_of(run, settings)
     config = said = huggingface.read_config(assets) if assets else None
     if vision and said:
-        config = whole.text_config(*vision, said, tensors, str(common.path), str(assets))
+        config = vision_language.text_config(*vision, said, tensors, str(common.path), str(assets))
     spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded, settled=saved_config is not None)
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
@@ -205,7 +205,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         padded_vocab=padded,
         state=tuple(name for name in STATE if name in sections),
     )
-    return whole.joined(vision[0], checkpoint, tensors_in(folder, beside), said, settings) if vision else checkpoint
+    return (
+        vision_language.join(vision[0], checkpoint, tensors_in(folder, beside), said, settings)
+        if vision
+        else checkpoint
+    )
 
 
 def _require_whole(folder: Path) -> None:
@@ -249,7 +253,7 @@ def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, S
     elif not tensor.shape or not 0 < tensor.shape[0] < MOST_LAYERS:
         raise SourceError(f"{folder}: {short(name)} {list(tensor.shape)} is no stack of layers")
     else:
-        yield from ((f"{LAYERS}{layer}.{rest}", part) for layer, part in enumerate(unstacked(tensor)))
+        yield from ((f"{LAYERS}{layer}.{rest}", part) for layer, part in enumerate(unstack(tensor)))
 
 
 def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
@@ -298,7 +302,7 @@ def write(
     args: Mapping[str, Any] | None = None,
     iteration: int | None = None,
     optimizer: Optimizer | None = None,
-    model: whole.Whole | None = None,
+    model: vision_language.VisionLanguageModel | None = None,
 ) -> Target:
     """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where they differ in kind.
 
@@ -315,7 +319,7 @@ def write(
     if model:
         padded = model.padded(options.tp, sum(len(chunk.layers) for chunk in parts if chunk.stage == 0))
     mtp.require_pipeline(spec, pipeline, parts)
-    ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
+    ranks: list[list[dcp_writer.SlotPart]] = [[] for _ in range(options.mesh.ranks * options.pp)]
     wanted = whole_slots(spec, _table({}), padded, options.mesh.interleaves)
     for slot in wanted:
         stage = _stage(slot, parts)
@@ -328,7 +332,7 @@ def write(
     states = _extra_states(spec, options.norm)
     extra = dict.fromkeys(model.states(states) if model else states, packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
-    kinds = spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
+    kinds = expert_groups(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
     if optimizer and kinds:
         _require_experts(optimizer, spec, parts)
     kept, about = megatron_optim.common(optimizer, kinds) if optimizer else ({}, {"singleton_local_shards": False})
@@ -397,23 +401,23 @@ def _cuts(slot: Slot, mesh: Mesh) -> Iterator[tuple[int, Cut]]:
         yield at.get("tp", 0) + at.get("ep", 0) * mesh.etp + at.get("etp", 0), Cut(tuple(box for _, _, box in choice))
 
 
-def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stored:
+def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.SlotPart:
     """Return a part to store, under the name of its stack, or of its layer where layers differ in kind or are MTP's."""
     latent = spec.latent_rank is not None  # whose local layers rename nothing
     key = slot.keys[-1 if norm == "local" and ("sparse" in slot.rule.conditions) is not latent else 0]
     if slot.layer is None or spec.mixed or MTP in slot.rule.conditions:
-        return dcp_writer.Stored(slot, cut, key, slot.shape, cut.ranges)
+        return dcp_writer.SlotPart(slot, cut, key, slot.shape, cut.ranges)
     name = key.replace(f"{LAYERS}{slot.layer}.", LAYERS)
     box = ((slot.layer, slot.layer + 1), *cut.ranges)
-    return dcp_writer.Stored(slot, cut, name, (spec.layers, *slot.shape), box)
+    return dcp_writer.SlotPart(slot, cut, name, (spec.layers, *slot.shape), box)
 
 
-def _states_of(optimizer: Optimizer, weights: Sequence[dcp_writer.Stored]) -> Iterator[dcp_writer.Stored]:
+def _states_of(optimizer: Optimizer, weights: Sequence[dcp_writer.SlotPart]) -> Iterator[dcp_writer.SlotPart]:
     """Yield the optimizer states of the parameters whose parts a rank holds."""
     for state, dtypes in optimizer.dtypes.items():
         for weight in weights:
             slot, several = weight.slot, optimizer.muon is not None
-            if BUFFER.fullmatch(slot.keys[0]) or (several and not muon.keeps(state, slot, dtypes)):
+            if BUFFER.fullmatch(slot.keys[0]) or (several and not muon.has_state(state, slot, dtypes)):
                 continue
             by_muon = several and muon.trains(slot)
             name = megatron_optim.stored_name(state, optimizer.distributed and not by_muon)

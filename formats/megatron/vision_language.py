@@ -17,7 +17,7 @@ from formats.checkpoint import Checkpoint, OutputFile, Settings
 from formats.disk.safetensors import Fragment, row_major
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.huggingface import folder as huggingface
-from formats.huggingface import text_alone
+from formats.huggingface import language_model
 from formats.layout.composed import boxes_of
 from formats.layout.leaves import Leaf
 from formats.layout.pieces import Scattered, match_pieces
@@ -36,13 +36,13 @@ OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
 NOWHERE = Path()
 WHY = "its tower has none, and the language model has one in Megatron alone"
 Shape = tuple[int, ...]
-Homes = Mapping[tuple[str, int | None], Sequence[tuple[str, Leaf]]]
+Locations = Mapping[tuple[str, int | None], Sequence[tuple[str, Leaf]]]
 """(logical tensor, layer): the tensors of the Hugging Face files that hold parts of it, each with its leaf."""
-ONLY_TEXT = Settings(only=text_alone.TEXT)
+ONLY_TEXT = Settings(only=language_model.TEXT)
 
 
 @dataclass(frozen=True)
-class Whole:
+class VisionLanguageModel:
     """A vision-language model that is to be written for Megatron-Bridge.
 
     Attributes:
@@ -50,14 +50,14 @@ class Whole:
         config: the config.json of the model.
         spec: the tensors of the Hugging Face files.
         text: the spec of the language model.
-        homes: where the logical tensors of the language model and the tower are in the Hugging Face files.
+        locations: where the logical tensors of the language model and the tower are in the Hugging Face files.
     """
 
     vision: Vision
     config: Mapping[str, Any]
     spec: Verbatim
     text: ModelSpec
-    homes: Homes
+    locations: Locations
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of run_config.yaml that the class adds to those of the language model."""
@@ -76,7 +76,7 @@ class Whole:
 
     def dtypes(self, known: Mapping[tuple[str, int | None], str]) -> dict[tuple[str, int | None], str]:
         """Return the dtype of each logical tensor, from the dtypes of the Hugging Face tensors (`known`)."""
-        return {of: known[homes[0][0], None] for of, homes in self.homes.items()}
+        return {of: known[homes[0][0], None] for of, homes in self.locations.items()}
 
     def states(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the `_extra_state` entries that a load requires; `names` are those of the language model alone."""
@@ -84,16 +84,16 @@ class Whole:
         own = layers.states(self.vision.tower(self.config)) if layers else ()
         return (*(PREFIX + name for name in names), *self.vision.states, *own)
 
-    def stored(self, ranks: list[list[dcp_writer.Stored]]) -> list[list[dcp_writer.Stored]]:
+    def stored(self, ranks: list[list[dcp_writer.SlotPart]]) -> list[list[dcp_writer.SlotPart]]:
         """Return the tensors on each rank: `ranks` of the language model, with the tower added to the first rank."""
         ranks = [[stored._replace(name=PREFIX + stored.name) for stored in each] for each in ranks]
         for key, shape in self.spec.shapes.items():
             tensor = _of_tower(self.vision, self.config, key, shape)
             if tensor is not None:
-                ranks[0].append(self._stacked(dcp_writer.whole(tensor[1], tensor[0].key)))
+                ranks[0].append(self._stacked(dcp_writer.whole_slot(tensor[1], tensor[0].key)))
         return ranks
 
-    def _stacked(self, stored: dcp_writer.Stored) -> dcp_writer.Stored:
+    def _stacked(self, stored: dcp_writer.SlotPart) -> dcp_writer.SlotPart:
         """A tensor of the tower as a part of its stack, if it is of a layer of a tower that is stacked."""
         layers = self.vision.layers
         stack = layers.stacked(stored.name) if layers else None
@@ -106,11 +106,11 @@ class Whole:
     def written(self, files: Iterable[OutputFile]) -> list[OutputFile]:
         """Return output files whose tensors are described as boxes of tensors of the Hugging Face files."""
         return [
-            replace(file, tensors=tuple(in_files(file.tensors, self.homes, self.spec))) for file in files
+            replace(file, tensors=tuple(file_parts(file.tensors, self.locations, self.spec))) for file in files
         ]  # fmt: skip
 
 
-def of(spec: Verbatim, config: Mapping[str, Any], where: str) -> Whole:
+def describe(spec: Verbatim, config: Mapping[str, Any], where: str) -> VisionLanguageModel:
     """Describe a Hugging Face vision-language model for writing it for Megatron-Bridge.
 
     Args:
@@ -126,8 +126,8 @@ def of(spec: Verbatim, config: Mapping[str, Any], where: str) -> Whole:
     """
     vision = VISIONS[spec.family]
     fragments = {key: Fragment(NOWHERE, 0, "F32", shape, row_major(shape)) for key, shape in spec.shapes.items()}
-    part = text_alone.alone(dict(config), fragments, ONLY_TEXT, where)
-    upright = part.of(text_alone.upright(config, fragments, ONLY_TEXT))
+    part = language_model.select(dict(config), fragments, ONLY_TEXT, where)
+    upright = part.of(language_model.with_transposed_experts(config, fragments, ONLY_TEXT))
     text = huggingface.spec_of(
         {key: fragment.shape for key, fragment in upright.items()}, part.config, Path(where), ONLY_TEXT
     )
@@ -136,12 +136,12 @@ def of(spec: Verbatim, config: Mapping[str, Any], where: str) -> Whole:
     _require_names(vision, spec, part.names, where)
     _require_one_way(vision, text, where)
     placed, _ = match(huggingface.model_slots(text, upright), {ALONE: upright}, (), Path(where))
-    homes = _homes(placed, part.names)
+    homes = _locations(placed, part.names)
     for key, shape in spec.shapes.items():
         tensor = _of_tower(vision, config, key, shape)
         if tensor is not None:
-            homes |= _homes([tensor[0]], {tensor[0].key: key})
-    return Whole(vision, config, spec, text, homes)
+            homes |= _locations([tensor[0]], {tensor[0].key: key})
+    return VisionLanguageModel(vision, config, spec, text, homes)
 
 
 def _of_tower(vision: Vision, config: Mapping[str, Any], key: str, shape: Shape) -> tuple[Placed, Slot] | None:
@@ -162,7 +162,7 @@ def _of_tower(vision: Vision, config: Mapping[str, Any], key: str, shape: Shape)
     name, steps = vision.in_bridge(key), row_major(shape)
     if name is None:
         return None
-    if key in vision.turned:
+    if key in vision.transposed:
         shape, steps = shape[::-1], steps[::-1]
     here = there = untabled.slot(name, name, shape, ORIGINAL)
     if vision.layers:
@@ -195,7 +195,9 @@ def _require_one_way(vision: Vision, text: ModelSpec, where: str) -> None:
         raise RefusedError(f"{where}: experts of {text.expert_ffn} in {text.hidden} may be either way round in files")
 
 
-def _homes(tensors: Iterable[Placed], names: Mapping[str, str]) -> dict[tuple[str, int | None], list[tuple[str, Leaf]]]:
+def _locations(
+    tensors: Iterable[Placed], names: Mapping[str, str]
+) -> dict[tuple[str, int | None], list[tuple[str, Leaf]]]:
     """Return where logical tensors are in Hugging Face files; `names` maps keys of `tensors` to names in the files."""
     homes: dict[tuple[str, int | None], list[tuple[str, Leaf]]] = {}
     for placed in tensors:
@@ -205,13 +207,13 @@ def _homes(tensors: Iterable[Placed], names: Mapping[str, str]) -> dict[tuple[st
     return homes
 
 
-def in_files(tensors: Iterable[Placed], homes: Homes, spec: Verbatim) -> Iterator[Placed]:
+def file_parts(tensors: Iterable[Placed], homes: Locations, spec: Verbatim) -> Iterator[Placed]:
     """Yield the parts of tensors of Megatron, each as a box of a tensor of the Hugging Face files."""
     for placed in (part for tensor in tensors for part in tensor.each()):
         for leaf in placed.leaves():
             for key, there in homes[leaf.tensor, placed.slot.layer]:
-                shape, turned = spec.shapes[key], key in spec.turned
-                slot = untabled.slot(placed.key, key, shape, placed.slot.replica, turned=turned)
+                shape, turned = spec.shapes[key], key in spec.transposed
+                slot = untabled.slot(placed.key, key, shape, placed.slot.replica, transposed=turned)
                 slot = slot._replace(rule=_marked(slot.rule, placed.slot.rule))
                 for box in boxes_of(leaf, there, shape):
                     yield Placed(placed.key, slot, box.of(placed.fragment), box.part)
@@ -225,7 +227,7 @@ def _marked(rule: Rule, told: Rule) -> Rule:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def parted(entries: Iterable[dcp.Entry]) -> tuple[list[dcp.Entry], list[dcp.Entry]]:
+def split_entries(entries: Iterable[dcp.Entry]) -> tuple[list[dcp.Entry], list[dcp.Entry]]:
     """Split entries into those of the language model, without `PREFIX`, and those of the vision tower.
 
     Optimizer states are among the first, under their own names.
@@ -268,10 +270,10 @@ def text_config(
         )
     vision.require_agreement(fields, config, where)
     head = [f"{HEAD}weight"] if "output_layer.weight" in names else []
-    return text_alone.alone(dict(config), head, ONLY_TEXT, assets).config
+    return language_model.select(dict(config), head, ONLY_TEXT, assets).config
 
 
-def joined(
+def join(
     vision: Vision,
     text: Checkpoint,
     tower: Mapping[str, Scattered],
@@ -314,7 +316,7 @@ def joined(
         strides = (first, rest[1], rest[0]) if turned else row_major(shape)
         shapes[key] = shape
         fragment = Fragment(NOWHERE, 0, "F32", slot.shape, strides)
-        for of_tensor, where in _homes([Placed(key, slot, fragment)], {key: key}).items():
+        for of_tensor, where in _locations([Placed(key, slot, fragment)], {key: key}).items():
             homes.setdefault(of_tensor, []).extend(where)
     placed: list[Placed] = [*text.tensors]
     later = sorted(name for name in tower if name.startswith(vision.later))
@@ -330,11 +332,11 @@ def joined(
         raise SourceError(f"{text.home} holds {odd[0]}, which is of no part of a {vision.kind}")
     for name, tensor in tower.items():
         key = str(vision.of_tower(name))
-        shapes[key] = tensor.shape[::-1] if key in vision.turned else tensor.shape
+        shapes[key] = tensor.shape[::-1] if key in vision.transposed else tensor.shape
         placement = _of_tower(vision, config, key, shapes[key])
         assert placement is not None
         there, here = placement
-        homes |= _homes([there], {name: key})
+        homes |= _locations([there], {name: key})
         placed += match_pieces([here], {name: tensor}, (), text.home)[1]
     notes = vision.deviations(settings.accept, str(text.home))
     stated = {name: value for name, value in settings.values.items() if name in ("tied", "vocab")}
@@ -343,7 +345,7 @@ def joined(
     return replace(
         text,
         spec=spec,
-        tensors=tuple(in_files(placed, homes, spec)),
+        tensors=tuple(file_parts(placed, homes, spec)),
         config=config,
         padded_vocab=None,
     )

@@ -33,7 +33,7 @@ OF_LORA = re.compile(
 SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)")
 REPLACED = re.compile(r"\.(?:base_layer|original_module)(?=\.)")
 """Matches PEFT's names of the original module inside its own module."""
-Held = TypeVar("Held")
+Value = TypeVar("Value")
 
 
 class Sign(NamedTuple):
@@ -102,7 +102,7 @@ def require_plain(keys: Iterable[str], where: Path) -> None:
             raise UnsupportedError(f"{where} holds {sign.what} ({matching})", sign.hint)
 
 
-def chosen(keys: Mapping[str, Held], adapter: str | None, where: Path) -> dict[str, Held]:
+def select(keys: Mapping[str, Value], adapter: str | None, where: Path) -> dict[str, Value]:
     """The tensors of a training checkpoint that are to be read, by their names in files.
 
     Args:
@@ -119,7 +119,7 @@ def chosen(keys: Mapping[str, Held], adapter: str | None, where: Path) -> dict[s
     if adapter is None:
         require_plain(keys, where)
         return dict(keys)
-    base, own, names = dict[str, Held](), dict[str, Held](), dict[str, None]()
+    base, own, names = dict[str, Value](), dict[str, Value](), dict[str, None]()
     for key, value in keys.items():
         lora, saved = OF_LORA.fullmatch(key), SAVED.fullmatch(key)
         if lora:

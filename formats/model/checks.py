@@ -15,7 +15,7 @@ from formats.layout.table import MTP
 from formats.model.codec import Row
 from formats.model.settings import CHOICES, EVERY, FIXED, LISTS, NEEDED, TYPES
 from formats.model.spec import ModelSpec
-from formats.model.values import KINDS, MOST_EXPERTS, MOST_LAYERS, some_layers, whole
+from formats.model.values import KINDS, MOST_EXPERTS, MOST_LAYERS, positive_int, some_layers
 
 
 class Check(NamedTuple):
@@ -155,11 +155,11 @@ def fixed_otherwise(family: Family, values: Mapping[str, Any], where: str) -> li
         SourceError: a size from which the family derives another is no valid size.
     """
     fixed = {name: only for name, only in FIXED.items() if name not in family.keys and only is not None}
-    heads = whole(values["heads"], "heads", where)
+    heads = positive_int(values["heads"], "heads", where)
     if family.keys.get("kv_heads") == "":
         fixed["kv_heads"] = family.defaults.get("kv_heads", heads)
     if family.keys.get("head_dim") == "" or family.square:
-        hidden = whole(values["hidden"], "hidden", where)
+        hidden = positive_int(values["hidden"], "hidden", where)
         fixed["head_dim"] = hidden / heads if hidden % heads else hidden // heads
     return [
         f"{name} = {short(values[name])} is not supported for {family.name}, only {short(only)}"
@@ -168,7 +168,7 @@ def fixed_otherwise(family: Family, values: Mapping[str, Any], where: str) -> li
     ]
 
 
-def unsaid(table: Iterable[Row], conditions: Collection[str], spec: ModelSpec) -> str:
+def lost_setting(table: Iterable[Row], conditions: Collection[str], spec: ModelSpec) -> str:
     """A setting that a format's table has no row for, and that differs from the fixed value; empty if there is none."""
     named = {row.setting for row in table if not row.condition or row.condition in conditions}
     silent = {name: getattr(spec, name) for name in CHOICES if name not in named}

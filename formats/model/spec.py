@@ -9,7 +9,7 @@ from typing import Any
 
 from formats.families import family_named
 from formats.layout.slots import Slot, slots
-from formats.layout.table import MTP, TOLD_APART, Rule, model_tensors
+from formats.layout.table import MTP, OPTIONAL_KINDS, Rule, model_tensors
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
@@ -86,7 +86,7 @@ class ModelSpec(Parts):
         A layer that predicts a token after the next has attention, and has experts if the last other layer has them.
         """
         mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
-        distinguished = TOLD_APART & family_named(self.family).kinds
+        distinguished = OPTIONAL_KINDS & family_named(self.family).kinds
         sparse, mlps = self.sparse_layers, self.mlp_layers
 
         def of(layer: int) -> frozenset[str]:
@@ -218,7 +218,7 @@ class Verbatim:
         copies: key of the original tensor, by key of a further copy.
         remarks: how the names compare with those of the model that the training began with.
         under: description of the name under which each tensor is carried.
-        turned: the tensors whose last two dimensions are swapped, compared with the files of the Hub.
+        transposed: the tensors whose last two dimensions are swapped, compared with the files of the Hub.
     """
 
     family: str
@@ -229,7 +229,7 @@ class Verbatim:
     copies: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: tuple[str, ...] = field(default=(), compare=False)
     under: str = field(default="its own name", compare=False)
-    turned: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    transposed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -240,7 +240,7 @@ class Verbatim:
         """Name and shape of each tensor, with its dimensions in the order of the Hub's files."""
         del padded_vocab
         for key, shape in self.shapes.items():
-            yield key, None, (*shape[:-2], shape[-1], shape[-2]) if key in self.turned else shape
+            yield key, None, (*shape[:-2], shape[-1], shape[-2]) if key in self.transposed else shape
 
     def settings(self) -> dict[str, Any]:
         """The settings that a config and the weights have to agree on."""

@@ -87,7 +87,7 @@ def describe(
         why,
         copies,
         tuple(notes),
-        turned=frozenset(_turned(config, shapes)),
+        transposed=frozenset(_transposed_experts(config, shapes)),
     )
 
 
@@ -96,7 +96,7 @@ def hidden_axis(kind: str, key: str) -> int | None:
     return next((axis for end, axis in TRANSPOSED.get(kind, {}).items() if key.endswith(end)), None)
 
 
-def _turned(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _transposed_experts(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """Keys of the fused experts that have their dimensions in the order of memory; square matrices are left alone."""
     hidden = language(config).get("hidden_size")
     for key, shape in shapes.items():
@@ -114,15 +114,15 @@ def language(config: dict[str, Any]) -> dict[str, Any]:
 def slots(spec: Verbatim) -> Iterator[Slot]:
     """A physical tensor for each logical tensor, and one for each copy."""
     for key, shape in spec.shapes.items():
-        yield slot(key, key, shape, ORIGINAL, turned=key in spec.turned)
+        yield slot(key, key, shape, ORIGINAL, transposed=key in spec.transposed)
     for key, original in spec.copies.items():
         yield slot(key, original, spec.shapes[original], SHARED)
 
 
-def slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica, *, turned: bool = False) -> Slot:
-    """A physical tensor that is a logical tensor, or a part of one; `turned`: its last two dimensions are swapped."""
+def slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica, *, transposed: bool = False) -> Slot:
+    """A physical tensor that is a logical tensor, or a part of one; `transposed` swaps its last two axes."""
     axes = tuple(f"{DIM}{i}" for i in range(len(shape)))
-    axes = (*axes[:-2], axes[-1], axes[-2]) if turned else axes
+    axes = (*axes[:-2], axes[-1], axes[-2]) if transposed else axes
     conditions = frozenset({"copy", "optional"} if replica else ())
     rule = Rule(key, Pattern(f"{tensor}: {' '.join(axes)}", tensor, tuple(map(Axis, axes))), conditions)
     return Slot(ALONE, (key,), shape, rule, (), tuple(zip(axes, shape, strict=True)), None, replica)

@@ -15,7 +15,7 @@ LARGEST = 1e30
 """Upper bound of settings that are not integers."""
 
 
-def whole(value: Any, name: str, where: str) -> int:
+def positive_int(value: Any, name: str, where: str) -> int:
     """A size: an integer above 0.
 
     Raises:
@@ -27,8 +27,8 @@ def whole(value: Any, name: str, where: str) -> int:
     return value
 
 
-def real(value: Any, name: str, where: str) -> float:
-    """A finite number above 0. Raises what `whole` raises."""
+def positive_float(value: Any, name: str, where: str) -> float:
+    """A finite number above 0. Raises what `positive_int` raises."""
     _require(value, name, where)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < LARGEST or not 0 < float(value) < LARGEST:  # float(10**30) is above 10**30
@@ -36,8 +36,8 @@ def real(value: Any, name: str, where: str) -> float:
     return float(value)
 
 
-def truth(value: Any, name: str, where: str) -> bool:
-    """True or false. Raises what `whole` raises."""
+def boolean(value: Any, name: str, where: str) -> bool:
+    """True or false. Raises what `positive_int` raises."""
     _require(value, name, where, "true or false")
     if not isinstance(value, bool):
         raise _wrong(value, name, where, "true or false")
@@ -45,7 +45,7 @@ def truth(value: Any, name: str, where: str) -> bool:
 
 
 def text(value: Any, name: str, where: str) -> str:
-    """A name. Raises what `whole` raises."""
+    """A name. Raises what `positive_int` raises."""
     _require(value, name, where)
     if not isinstance(value, str):
         raise _wrong(value, name, where)
@@ -53,7 +53,7 @@ def text(value: Any, name: str, where: str) -> str:
 
 
 def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
-    """A map of rotary settings with a `rope_type`. Raises what `whole` raises."""
+    """A map of rotary settings with a `rope_type`. Raises what `positive_int` raises."""
     kinds = (str, int, float, list, type(None))
     known = isinstance(value, dict) and len(value) <= 50 and isinstance(value.get("rope_type"), str)
     if not known or not all(isinstance(key, str) and isinstance(item, kinds) for key, item in value.items()):
@@ -67,9 +67,9 @@ def some_layers(count: Any) -> range:
 
 
 KINDS: Mapping[str, Callable[[Any, str, str], Any]] = {
-    "int": whole,
-    "float": real,
-    "bool": truth,
+    "int": positive_int,
+    "float": positive_float,
+    "bool": boolean,
     "str": text,
     "Mapping[str, Any]": scaling,
 }

@@ -282,7 +282,7 @@ def _extents(read: Read, members: list[_Entry], directory: int) -> Iterator[tupl
 # --- checking --------------------------------------------------------------------------------------------------------
 
 
-class Stored(NamedTuple):
+class StoredMember(NamedTuple):
     """A member of an archive: its byte offset in the file, its size, and its CRC-32, 0 when that was not recorded.
 
     `noted` are the offsets where the checksum may be: in the local header, in the directory, and after the data.
@@ -295,7 +295,7 @@ class Stored(NamedTuple):
     noted: tuple[int, ...]
 
 
-def stored(fd: Handle, path: Path) -> Iterator[Stored]:
+def members_of(fd: Handle, path: Path) -> Iterator[StoredMember]:
     """Every member of the archives in a file, which are back to back; the members of the last archive come first.
 
     Raises:
@@ -312,12 +312,12 @@ def stored(fd: Handle, path: Path) -> Iterator[Stored]:
             raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
 
 
-def _noted(read: Read, size: int, start: int = 0) -> Iterator[Stored]:
+def _noted(read: Read, size: int, start: int = 0) -> Iterator[StoredMember]:
     """Every member of an archive that begins at byte `start` of a file."""
     members, directory = _directory(read, size)
     for member, (name, (offset, length, crc)) in zip(members, _extents(read, members, directory), strict=True):
         noted = (start + member.start + 14, start + member.entry + 16, start + offset + length + 4)
-        yield Stored(name, start + offset, length, crc, noted)
+        yield StoredMember(name, start + offset, length, crc, noted)
 
 
 class Outline(NamedTuple):

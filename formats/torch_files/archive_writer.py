@@ -19,7 +19,7 @@ from formats.layout.ranks import Files
 from formats.layout.slots import Slot
 from formats.torch_files.archive import TorchFile, read_small
 from formats.torch_files.archive_plan import STREAM, packed, plan_archive
-from formats.torch_files.pickle_values import STORAGE_OF, StorageRef, TensorRef, keeps
+from formats.torch_files.pickle_values import STORAGE_OF, StorageRef, TensorRef, is_plain
 
 NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
@@ -37,7 +37,7 @@ class Small(NamedTuple):
         return struct.unpack(NUMBERS[self.dtype], self.raw)[0]
 
 
-Held = tuple[str, Slot | None, tuple[int, ...], str]
+TensorEntry = tuple[str, Slot | None, tuple[int, ...], str]
 """Key, slot (None for a tensor of zeros), shape and element type of a tensor."""
 
 NOWHERE = Path()
@@ -50,10 +50,10 @@ MOST_BYTES = 64
 
 def archived(
     path: Path,
-    module: Sequence[Held],
+    module: Sequence[TensorEntry],
     value: Callable[[Mapping[str, TensorRef]], Any],
     folder: str = STREAM,
-    states: Mapping[str, Sequence[Held]] | None = None,
+    states: Mapping[str, Sequence[TensorEntry]] | None = None,
 ) -> OutputFile:
     """Plan one file.
 
@@ -78,9 +78,9 @@ def archived(
 
 def archived_alike(
     files: Files,
-    module: Sequence[Held],
+    module: Sequence[TensorEntry],
     value: Callable[[Mapping[str, TensorRef], int], Any],
-    states: Mapping[str, Sequence[Held]] | None = None,
+    states: Mapping[str, Sequence[TensorEntry]] | None = None,
 ) -> list[OutputFile]:
     """Plan the files of ranks that have the same tensors, and differ only in a number that is pickled beside them.
 
@@ -124,7 +124,7 @@ class _LaidOut(NamedTuple):
 
 
 def _laid_out(
-    by_state: Mapping[str, Sequence[Held]], value: Callable[[Mapping[str, TensorRef]], Any], folder: str = STREAM
+    by_state: Mapping[str, Sequence[TensorEntry]], value: Callable[[Mapping[str, TensorRef]], Any], folder: str = STREAM
 ) -> _LaidOut:
     refs: dict[str, TensorRef] = {}
     storages: dict[str, int] = {}
@@ -198,11 +198,11 @@ def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:
             if fragment.nbytes > MOST_BYTES or not fragment.row_major:
                 raise UnsupportedError(f"{file.path}: {name} holds a tensor {list(value.shape)}, which is not known")
             return Small(value.dtype, value.shape, read_small(fragment))
-        case dict() if depth and keeps([*value]):
+        case dict() if depth and is_plain([*value]):
             return {key: plain(file, item, name, depth - 1) for key, item in value.items()}
         case list() if depth:
             return [plain(file, item, name, depth - 1) for item in value]
-        case _ if keeps(value):
+        case _ if is_plain(value):
             return value
     raise UnsupportedError(f"{file.path}: {name} holds {short(value)}, which is no plain data")
 

@@ -78,7 +78,7 @@ def part(piece: memoryview, after: int) -> int:
     return shift(crc32(piece, ONES) ^ ONES, after)
 
 
-def whole(register: int, nbytes: int) -> int:
+def crc_from_sum(register: int, nbytes: int) -> int:
     """The CRC-32 of `nbytes` bytes, given the sum (exclusive or) of the contributions of their pieces."""
     return register ^ shift(ONES, nbytes) ^ ONES
 

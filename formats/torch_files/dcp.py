@@ -18,7 +18,7 @@ from typing import Any
 from formats.disk.handle import opened
 from formats.disk.safetensors import file_size
 from formats.errors import SourceError, UnsupportedError, ranges
-from formats.layout.pieces import Scattered, scattered
+from formats.layout.pieces import Scattered, from_pieces
 from formats.torch_files import dcp_items, dcp_metadata
 from formats.torch_files.archive import TorchFile, read_archive
 from formats.torch_files.dcp_metadata import DATA, Item, Items
@@ -101,7 +101,7 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
             items.setdefault(name, []).append(own)
     order = {name: number for number, name in enumerate(paths)}
     names = sorted(shapes, key=lambda name: order.get(name, len(order)))
-    return [Entry(name, paths.get(name), *shapes[name], dcp_metadata.joined(items[name])) for name in names], objects
+    return [Entry(name, paths.get(name), *shapes[name], dcp_metadata.join(items[name])) for name in names], objects
 
 
 def _require_whole(metadata: dcp_metadata.Metadata) -> None:
@@ -146,6 +146,6 @@ def load(entries: Iterable[Entry]) -> Iterator[Scattered]:
         UnsupportedError: an item is encoded in a way that is not known.
     """
     tensors = list(entries)
-    pieces_of = dcp_items.find([(tensor.name, tensor.dtype, tensor.items) for tensor in tensors])
+    pieces_of = dcp_items.locate_pieces([(tensor.name, tensor.dtype, tensor.items) for tensor in tensors])
     for entry, (dtype, pieces) in zip(tensors, pieces_of, strict=True):
-        yield scattered(entry.name, entry.shape, dtype, pieces)
+        yield from_pieces(entry.name, entry.shape, dtype, pieces)

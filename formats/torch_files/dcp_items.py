@@ -50,11 +50,11 @@ class _Kind(NamedTuple):
     outline: Outline
 
 
-class _Wanted(NamedTuple):
+class _ItemTable(NamedTuple):
     """All items that are to be located, as columns, tensor after tensor; `bounds` has the first of each, and the end.
 
-    Results go into `crc`, the checksum of each item, and into `odd`, the pieces that differ from the first of their
-    kind.
+    Results go into `crc`, the checksum of each item, and into `differing`, the pieces that differ from the first of
+    their kind.
     """
 
     tensors: Sequence[Tensor]
@@ -66,7 +66,7 @@ class _Wanted(NamedTuple):
     kind: Ints
     kinds: dict[int, _Kind | None]
     crc: Ints
-    odd: dict[int, Piece]
+    differing: dict[int, Piece]
     lock: Lock
 
     def kind_of(self, kind: int, row: int, fd: Handle) -> _Kind | None:
@@ -83,7 +83,7 @@ class _Wanted(NamedTuple):
         return _piece(name, dtype_of(name, dtype), items.item(row - int(self.bounds[number])), fd)
 
 
-def find(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Sequence[Piece]]]:
+def locate_pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Sequence[Piece]]]:
     """The element type of each tensor, and its pieces.
 
     Raises:
@@ -91,27 +91,30 @@ def find(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Sequence[Piece]]]:
         UnsupportedError: an item is encoded in a way that is not known.
     """
     dtypes = [dtype_of(name, dtype) for name, dtype, _ in tensors]
-    wanted = _columns(tensors)
-    ends = np.zeros(len(wanted.paths), np.int64)
-    np.maximum.at(ends, wanted.file, wanted.start + wanted.length)
-    named = np.repeat(np.arange(len(tensors)), np.diff(wanted.bounds))
+    table = _columns(tensors)
+    ends = np.zeros(len(table.paths), np.int64)
+    np.maximum.at(ends, table.file, table.start + table.length)
+    named = np.repeat(np.arange(len(tensors)), np.diff(table.bounds))
     require_files(
-        {path: end for path, end in zip(wanted.paths, ends.tolist(), strict=True) if end},
-        lambda path: [tensors[i][0] for i in named[wanted.file == wanted.paths.index(path)].tolist()],
+        {path: end for path, end in zip(table.paths, ends.tolist(), strict=True) if end},
+        lambda path: [tensors[i][0] for i in named[table.file == table.paths.index(path)].tolist()],
     )
-    order = np.lexsort((wanted.start, wanted.file))
-    files, firsts = np.unique(wanted.file[order], return_index=True)
+    order = np.lexsort((table.start, table.file))
+    files, firsts = np.unique(table.file[order], return_index=True)
     with ThreadPoolExecutor(READERS) as pool:
-        for _ in pool.map(lambda rows: _read(wanted, rows), np.split(order, firsts[1:]) if len(files) else ()):
+        for _ in pool.map(lambda rows: _read(table, rows), np.split(order, firsts[1:]) if len(files) else ()):
             pass
-    odd = np.array(sorted(wanted.odd), np.int64)
+    odd = np.array(sorted(table.differing), np.int64)
     for number, (dtype, (_, _, items)) in enumerate(zip(dtypes, tensors, strict=True)):
-        rows = slice(*wanted.bounds[number : number + 2].tolist())
+        rows = slice(*table.bounds[number : number + 2].tolist())
         single = rows.start < rows.stop and not len(odd[(odd >= rows.start) & (odd < rows.stop)])
-        yield dtype, _found(wanted, rows, dtype, items) if single else _each(wanted, rows, dtype, items)
+        yield (
+            dtype,
+            _uniform_pieces(table, rows, dtype, items) if single else _separate_pieces(table, rows, dtype, items),
+        )
 
 
-def _columns(tensors: Sequence[Tensor]) -> _Wanted:
+def _columns(tensors: Sequence[Tensor]) -> _ItemTable:
     every = [items for _, _, items in tensors]
     numbers: dict[Path, int] = {}
     files = list[Ints]()
@@ -136,35 +139,35 @@ def _columns(tensors: Sequence[Tensor]) -> _Wanted:
         for row in items.transforms:
             of[bounds[number] + row] = -1
     crc = np.zeros(len(start), np.uint32)
-    return _Wanted(tensors, bounds, [*numbers], file, start, length, of, {-1: None}, crc, {}, Lock())
+    return _ItemTable(tensors, bounds, [*numbers], file, start, length, of, {-1: None}, crc, {}, Lock())
 
 
 def _joined(parts: Sequence[Ints], dtype: type) -> Ints:
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
-def _read(wanted: _Wanted, rows: Ints) -> None:
+def _read(table: _ItemTable, rows: Ints) -> None:
     """Read the heads of the items of one file, in the order of their position in the file."""
-    path = wanted.paths[wanted.file[rows[0]]]
+    path = table.paths[table.file[rows[0]]]
     with opened(path) as fd:
         alike = dict[int, list[int]]()
-        for row, kind in zip(rows.tolist(), wanted.kind[rows].tolist(), strict=True):
-            if wanted.kind_of(kind, row, fd) is None:
-                wanted.odd[row] = wanted.piece(row, fd)
+        for row, kind in zip(rows.tolist(), table.kind[rows].tolist(), strict=True):
+            if table.kind_of(kind, row, fd) is None:
+                table.differing[row] = table.piece(row, fd)
             else:
                 alike.setdefault(kind, []).append(row)
-        buffers = {kind: _Buffers(len(alike_rows), wanted.kinds[kind]) for kind, alike_rows in alike.items()}
-        _fill(wanted, rows, fd, buffers)
+        buffers = {kind: _Buffers(len(alike_rows), table.kinds[kind]) for kind, alike_rows in alike.items()}
+        _fill(table, rows, fd, buffers)
         for kind, alike_rows in alike.items():
             sound, crc = buffers[kind].compare()
-            wanted.crc[alike_rows] = crc
+            table.crc[alike_rows] = crc
             for row in np.array(alike_rows)[~sound].tolist():
-                wanted.odd[row] = wanted.piece(row, fd)
+                table.differing[row] = table.piece(row, fd)
 
 
-def _fill(wanted: _Wanted, rows: Ints, fd: Handle, buffers: Mapping[int, _Buffers]) -> None:
+def _fill(table: _ItemTable, rows: Ints, fd: Handle, buffers: Mapping[int, _Buffers]) -> None:
     """Read the bytes around the items: the end of one item together with the beginning of the next."""
-    columns = (wanted.start[rows], wanted.length[rows], wanted.kind[rows])
+    columns = (table.start[rows], table.length[rows], table.kind[rows])
     waiting, at, end = list[memoryview](), 0, 0
     for start, length, kind in zip(*(column.tolist() for column in columns), strict=True):
         buffer = buffers.get(kind)
@@ -186,8 +189,8 @@ class _Buffers:
 
     def __init__(self, count: int, kind: _Kind | None) -> None:
         assert kind is not None
-        self.like, self.count = kind.outline, 0
-        self.raw = [np.zeros((count, len(part)), np.uint8) for part in self.like.parts]
+        self.outline, self.count = kind.outline, 0
+        self.raw = [np.zeros((count, len(part)), np.uint8) for part in self.outline.parts]
         self.views = [memoryview(raw.reshape(-1).data) for raw in self.raw]
 
     def next(self) -> list[memoryview]:
@@ -195,21 +198,21 @@ class _Buffers:
         self.count += 1
         return [
             view[(self.count - 1) * len(part) : self.count * len(part)]
-            for view, part in zip(self.views, self.like.parts, strict=True)
+            for view, part in zip(self.views, self.outline.parts, strict=True)
         ]
 
     def compare(self) -> tuple[Any, Ints]:
         """Whether each item is like the first, and the CRC-32 of each item's tensor."""
         sound = np.ones(self.count, bool)
-        for raw, part, same in zip(self.raw, self.like.parts, self.like.same, strict=True):
+        for raw, part, same in zip(self.raw, self.outline.parts, self.outline.same, strict=True):
             sound &= ~((raw ^ part) & same).any(axis=1)
-        crc = self.raw[1][:, self.like.crc : self.like.crc + 4]
+        crc = self.raw[1][:, self.outline.crc : self.outline.crc + 4]
         return sound, np.ascontiguousarray(crc).view("<u4").reshape(-1)
 
 
-def _kind(wanted: _Wanted, row: int, fd: Handle) -> _Kind | None:
+def _kind(table: _ItemTable, row: int, fd: Handle) -> _Kind | None:
     """The form of the items of a kind, from the first of them; None if that item is not suitable for comparison."""
-    fragment, start, length = wanted.piece(row, fd).fragment, int(wanted.start[row]), int(wanted.length[row])
+    fragment, start, length = table.piece(row, fd).fragment, int(table.start[row]), int(table.length[row])
     if fragment.member is None or not fragment.row_major:
         return None
     member = (fragment.member.start - start, fragment.member.size)
@@ -217,27 +220,27 @@ def _kind(wanted: _Wanted, row: int, fd: Handle) -> _Kind | None:
     return like and _Kind(fragment.offset - start, member, like)
 
 
-def _found(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> Columns:
+def _uniform_pieces(table: _ItemTable, rows: slice, dtype: str, items: Items) -> Columns:
     """The pieces of a tensor whose items are all like the first of their kind."""
-    start, codes = wanted.start[rows], wanted.kind[rows]
+    start, codes = table.start[rows], table.kind[rows]
     offset, member = np.empty_like(start), np.empty((len(start), 3), np.int64)
     for code in np.unique(codes).tolist():
-        kind, own = wanted.kinds[code], codes == code
+        kind, own = table.kinds[code], codes == code
         assert kind is not None
         offset[own] = start[own] + kind.offset
         member[own, 0], member[own, 1] = start[own] + kind.member[0], kind.member[1]
-    member[:, 2] = wanted.crc[rows]
+    member[:, 2] = table.crc[rows]
     return Columns(dtype, items.boxes, items.paths, items.file, offset, member)
 
 
-def _each(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> list[Piece]:
+def _separate_pieces(table: _ItemTable, rows: slice, dtype: str, items: Items) -> list[Piece]:
     """The pieces of a tensor some of whose items differ from the first of their kind."""
     pieces = list[Piece]()
     for row, cut in zip(range(rows.start, rows.stop), items.boxes.cuts(), strict=True):
-        if row in wanted.odd:
-            pieces.append(wanted.odd[row])
+        if row in table.differing:
+            pieces.append(table.differing[row])
             continue
-        items_of_row = _found(wanted, slice(row, row + 1), dtype, items.only(row - rows.start))
+        items_of_row = _uniform_pieces(table, slice(row, row + 1), dtype, items.only(row - rows.start))
         pieces.append(Piece(cut, items_of_row.fragment(0, cut.shape)))
     return pieces
 

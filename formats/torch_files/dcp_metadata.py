@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from formats.disk.handle import is_elsewhere
+from formats.disk.handle import is_remote
 from formats.disk.safetensors import MAX_DIMENSIONS, file_size
 from formats.errors import SourceError, short
 from formats.layout.columns import Boxes, Ints
@@ -87,7 +87,7 @@ class Items:
         return {self.paths[number] for number in np.unique(self.file).tolist()}
 
 
-def joined(parts: Sequence[Items]) -> Items:
+def join(parts: Sequence[Items]) -> Items:
     """The pieces of a tensor that several metadata files describe.
 
     Raises:
@@ -151,7 +151,7 @@ def _read(file: Path, *_: int) -> Metadata:
     state: dict[str, Any] = value.state
     try:
         planner = {name: tuple(map(str, path)) for name, path in (state.get("planner_data") or {}).items()}
-        stored = _stored(file, state.pop("storage_data"), rows.texts.held)
+        stored = _stored(file, state.pop("storage_data"), rows.texts.strings)
         return _joined(file, state["state_dict_metadata"], stored, planner)
     except DAMAGE:
         raise SourceError(f"{file} is damaged, or of a version that is not known") from None
@@ -159,7 +159,7 @@ def _read(file: Path, *_: int) -> Metadata:
 
 def _content(file: Path) -> Bytes:
     """The content of a file; a file of the disk is memory-mapped."""
-    if is_elsewhere(file):
+    if is_remote(file):
         return file.read_bytes()
     with file.open("rb") as opened:
         return mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) if file_size(file) else b""

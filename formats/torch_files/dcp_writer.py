@@ -32,7 +32,7 @@ Keys = tuple[str | int, ...]
 TORCH_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
 
-class Stored(NamedTuple):
+class SlotPart(NamedTuple):
     """A part of a slot that goes into a rank's file: the box `box` of the tensor `name` of shape `shape`.
 
     `state` is the name of an optimizer state, and `dtype` its element type; the element type of a weight follows from
@@ -51,29 +51,29 @@ class Stored(NamedTuple):
 class _Item(NamedTuple):
     """A stored part as an archive of its own."""
 
-    stored: Stored
+    stored: SlotPart
     dtype: str
     archive: Archive
 
 
-def by_rows(wanted: Iterable[Stored], ranks: int) -> list[list[Stored]]:
+def by_rows(wanted: Iterable[SlotPart], ranks: int) -> list[list[SlotPart]]:
     """The parts of each rank: each tensor cut along its first dimension into chunks of ceil(n / ranks), as by FSDP2."""
-    stored_by_rank: list[list[Stored]] = [[] for _ in range(ranks)]
+    stored_by_rank: list[list[SlotPart]] = [[] for _ in range(ranks)]
     for stored in wanted:
         for rank, box in _boxes(stored.shape, ranks):
             stored_by_rank[rank].append(stored._replace(part=Cut(box), box=box))
     return stored_by_rank
 
 
-def whole(slot: Slot, name: str, state: str = "", dtype: str = "") -> Stored:
+def whole_slot(slot: Slot, name: str, state: str = "", dtype: str = "") -> SlotPart:
     """A whole slot, as the tensor `name`."""
     part = whole_part(slot.shape)
-    return Stored(slot, part, name, slot.shape, part.ranges, state, dtype)
+    return SlotPart(slot, part, name, slot.shape, part.ranges, state, dtype)
 
 
 def layout(
     root: Path,
-    ranks: Sequence[Sequence[Stored]],
+    ranks: Sequence[Sequence[SlotPart]],
     dtypes: Mapping[tuple[str, int | None], str],
     paths: Mapping[str, Keys] | None = None,
     objects: Mapping[str, bytes | Small] | None = None,
@@ -108,7 +108,7 @@ def layout(
     return files, dumps(_metadata(items, paths, pickled))
 
 
-def _item(stored: Stored, dtype: str) -> _Item:
+def _item(stored: SlotPart, dtype: str) -> _Item:
     if dtype not in STORAGE_OF:
         raise UnsupportedError(f"{stored.name} is {dtype}, which is not written into files of torch.save", UNWRITTEN)
     return _Item(stored, dtype, _archive(dtype, Cut(stored.box).shape))

@@ -105,7 +105,7 @@ CALLS = {("torch", "Size"), ("torch.serialization", "_get_layout"), (DCP, "_MEM_
 """Functions of torch that are written as a call."""
 
 
-def keeps(value: Any, depth: int = 8) -> bool:
+def is_plain(value: Any, depth: int = 8) -> bool:
     """Whether a value is plain enough to be carried over: data, dtypes, and members of known enums."""
     match value:
         case Opaque():
@@ -121,7 +121,7 @@ def keeps(value: Any, depth: int = 8) -> bool:
             return value.bit_length() < 2000
         case _:
             return value is None or isinstance(value, float) or (isinstance(value, Dtype) and value.name in DTYPES)
-    return depth > 0 and len(inner) <= 10_000 and all(keeps(part, depth - 1) for part in inner)
+    return depth > 0 and len(inner) <= 10_000 and all(is_plain(part, depth - 1) for part in inner)
 
 
 def dumps(value: Any) -> bytes:
@@ -198,7 +198,7 @@ class _Writer:
     def emit_opaque(self, value: Opaque) -> None:
         """Write an object of a known class as its state, or a known call."""
         name = (value.module, value.name)
-        if name not in OBJECTS and name not in CALLS and not keeps(value):
+        if name not in OBJECTS and name not in CALLS and not is_plain(value):
             raise TypeError(f"cannot pickle {value!r}")
         self.once(f"c{value.module}\n{value.name}\n".encode())
         if name in OBJECTS:

@@ -16,7 +16,7 @@ from typing import Any
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import Scattered, scattered, whole_part
+from formats.layout.pieces import Scattered, from_pieces, whole_part
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.saved_names import MODEL_DUMP
@@ -83,7 +83,7 @@ def load(files: Mapping[int, TorchFile], paths: Sequence[Keys]) -> Iterator[Scat
         if len(shapes) != 1:
             raise SourceError(f"the ranks disagree about the shape of {name}: {sorted(shapes)}")
         dtype = pieces[0].fragment.dtype if pieces else "F32"
-        yield scattered(path[-1], shapes.pop(), dtype, pieces)
+        yield from_pieces(path[-1], shapes.pop(), dtype, pieces)
 
 
 def pieces_of(value: Any, rank: int, file: TorchFile, name: str) -> tuple[tuple[int, ...], list[Piece]]:
@@ -251,7 +251,7 @@ def load_flat(
     first = next(iter(of_rank.values()))
     named = [key for key in shapes if key in first]
     if named:
-        return {key: scattered(key, shapes[key], *_intervals(files, of_rank, key)) for key in named}
+        return {key: from_pieces(key, shapes[key], *_intervals(files, of_rank, key)) for key in named}
     units = sorted((key.removesuffix(FLAT) for key in first if key.endswith(FLAT)), key=len, reverse=True)
     tensors: dict[str, Scattered] = {}
     for unit in units:
@@ -308,7 +308,7 @@ def _unit(
             )
             for begin, end, low, fragment in inside
         ]
-        tensors[key] = scattered(key, shape, parts[0][2].dtype, pieces)
+        tensors[key] = from_pieces(key, shape, parts[0][2].dtype, pieces)
         start = stop
     return tensors
 

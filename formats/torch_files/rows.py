@@ -33,7 +33,7 @@ _TEXT = rb"(h.|j.{4}|\x8c.[\x20-\x7e]*\x94)"
 MOST_NUMBERS = 1 << 16
 """Maximum count of numbers whose values are cached."""
 MOST_KINDS = 16
-LET_GO = 1 << 24
+RELEASE_STEP = 1 << 24
 """Number of bytes read of a memory map after which their pages are released."""
 
 Bytes = bytes | mmap.mmap
@@ -88,11 +88,11 @@ class Memo(dict[int, Any]):
         self.count += 1
 
 
-class _Begun(NamedTuple):
+class _StartedObject(NamedTuple):
     """An object that is not complete: its first byte, the object, and the heights of stack and marks before it."""
 
     start: int
-    made: Opaque
+    value: Opaque
     stack: int
     marks: int
 
@@ -108,31 +108,31 @@ class Reader:
 
     def __init__(self, classes: Mapping[str, str], fields: frozenset[str]) -> None:
         self.classes, self.first, self.fields = classes, frozenset(classes.values()), fields
-        self.begun: dict[str, _Begun] = {}
+        self.started: dict[str, _StartedObject] = {}
         self.texts, self.numbers = _Texts(), _Numbers()
         self.kinds: dict[str, list[Kind]] = {}
-        self.let_go = 0
+        self.released = 0
 
-    def begin(self, data: Bytes, at: int, stack: Sequence[Any], marks: Sequence[int], memo: Memo) -> None:
+    def start_object(self, data: Bytes, at: int, stack: Sequence[Any], marks: Sequence[int], memo: Memo) -> None:
         """Record where the object on the stack begins, if its class has a memo number; `at` is after its NEWOBJ."""
         made = stack[-1]
         if isinstance(made, Opaque) and made.name in self.first:
-            self.begun.pop(made.name, None)
+            self.started.pop(made.name, None)
             for start, code in ((at - 4, 0x68), (at - 7, 0x6A)):
                 of = memo.get(int.from_bytes(data[start + 1 : at - 2], "little"))
                 if start > 0 and data[start] == code and isinstance(of, Opaque) and of.name == made.name:
-                    self.begun[made.name] = _Begun(start, made, len(stack) - 1, len(marks))
+                    self.started[made.name] = _StartedObject(start, made, len(stack) - 1, len(marks))
 
-    def follow(self, data: Bytes, at: int, stack: list[Any], marks: Sequence[int], memo: Memo) -> int:
+    def read_following(self, data: Bytes, at: int, stack: list[Any], marks: Sequence[int], memo: Memo) -> int:
         """Read the rows that follow the object on top of the stack, which ends at `at`, and push them onto the stack.
 
         The rows have the same form as that object. Returns the byte after the last row.
         """
         made = stack[-1]
-        begun = self.begun.pop(self.classes.get(made.name, ""), None)
+        begun = self.started.pop(self.classes.get(made.name, ""), None)
         if begun is None:
             return at
-        sample = (made,) if begun.made is made else (begun.made, made)
+        sample = (made,) if begun.value is made else (begun.value, made)
         if (*stack[begun.stack :],) != sample or begun.marks != len(marks):
             return at
         kind, known = self._kind(data, begun.start, at, memo), self.kinds.setdefault(made.name, [])
@@ -140,11 +140,11 @@ class Reader:
             known.append(kind)
         end, columns_of = self._read(data, at, known, memo)
         for columns in columns_of:
-            stack += [Rows(columns, self.texts.held)] * len(sample)
-        if isinstance(data, mmap.mmap) and end - self.let_go > LET_GO:
+            stack += [Rows(columns, self.texts.strings)] * len(sample)
+        if isinstance(data, mmap.mmap) and end - self.released > RELEASE_STEP:
             let_go = end // mmap.PAGESIZE * mmap.PAGESIZE
-            data.madvise(mmap.MADV_DONTNEED, self.let_go, let_go - self.let_go)
-            self.let_go = let_go
+            data.madvise(mmap.MADV_DONTNEED, self.released, let_go - self.released)
+            self.released = let_go
         return end
 
     def _kind(self, data: Bytes, at: int, end: int, memo: Memo) -> Kind | None:
@@ -234,20 +234,20 @@ class Reader:
 
 
 class _Texts(dict[bytes, int]):
-    """The index in `held` of each text, by the opcode that fetches the text from the memo, or that contains it."""
+    """The index in `strings` of each text, by the opcode that fetches the text from the memo, or that contains it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.held, self.numbers = list[str](), dict[str, int]()
+        self.strings, self.numbers = list[str](), dict[str, int]()
 
     def number(self, raw: bytes, memo: Memo) -> int:
-        """The index in `held` of the text of an opcode."""
+        """The index in `strings` of the text of an opcode."""
         if raw not in self:
             value = raw[2:-1].decode() if raw[0] == 0x8C else memo.get(int.from_bytes(raw[1:], "little"))
             if not isinstance(value, str):
                 raise SourceError("the pickle holds something else where a text belongs")
-            self[raw] = self.numbers.setdefault(value, len(self.held))
-            self.held += [value] * (self[raw] == len(self.held))
+            self[raw] = self.numbers.setdefault(value, len(self.strings))
+            self.strings += [value] * (self[raw] == len(self.strings))
         return self[raw]
 
 

@@ -194,7 +194,7 @@ class _Machine:
     def new(self) -> None:
         self.call()
         if self.rows is not None:
-            self.rows.begin(self.data, self.at, self.stack, self.marks, self.memo)
+            self.rows.start_object(self.data, self.at, self.stack, self.marks, self.memo)
 
     def call_with_names(self) -> None:
         self.call(self.pop())
@@ -210,7 +210,7 @@ class _Machine:
         elif isinstance(target, Opaque):
             target.state = state
             if self.rows is not None:
-                self.at = self.rows.follow(self.data, self.at, self.stack, self.marks, self.memo)
+                self.at = self.rows.read_following(self.data, self.at, self.stack, self.marks, self.memo)
         elif not isinstance(target, OrderedDict):  # whose state, such as `_metadata`, is not needed
             raise SourceError("the pickle sets the state of a plain value")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from converters.assets import files as assets
-from converters.assets.trusted import require_inside, why_not
+from converters.assets.trusted import refusal_reason, require_inside
 from formats.errors import SourceError
 from tests.models import files
 
@@ -180,7 +180,7 @@ evaluation_results.json benchmark_results.json train_params.yaml mergekit_config
 @pytest.mark.parametrize("name", NAMES)
 def test_files_of_the_hub_travel(tmp_path, name):
     (tmp_path / name).touch()
-    assert why_not(tmp_path / name) == ""
+    assert refusal_reason(tmp_path / name) == ""
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "link to a pipe", "/dev/zero"])

@@ -481,7 +481,7 @@ def test_transformers_is_asked_in_a_process_of_its_own(plain, tmp_path):
 )
 def test_a_process_that_gives_no_answer(plain, convert, tmp_path, monkeypatch, program, why):
     base, state = plain("mamba")
-    agreement._asked.cache_clear()
+    agreement._answer_of_program.cache_clear()
     monkeypatch.setattr(agreement, "SECONDS", 1)
     monkeypatch.setattr(agreement, "PROGRAM", ("-c", program))
     folder = save(tmp_path / "c", {"model": state})

@@ -304,5 +304,5 @@ def test_a_part_of_one(convert, tmp_path):
 
 
 def test_one_in_a_store(convert, monkeypatch):
-    monkeypatch.setattr(checkpoint, "is_elsewhere", lambda path: True)
+    monkeypatch.setattr(checkpoint, "is_remote", lambda path: True)
     refused(convert("inspect", GOLDEN / "mixtral/checkpoint"), 4, "is in a store", "copy it to a disk")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from formats.torch_files import dcp
-from formats.torch_files.pickle_values import Dtype, keeps
+from formats.torch_files.pickle_values import Dtype, is_plain
 from tests.faults.dcp_tools import edit, places, refused, save
 
 REAL = Path(__file__).parents[1] / "golden/megatron_0192/fsdp_dtensor"
@@ -33,7 +33,7 @@ def objects(folder: Path) -> dict[str, Any]:
     names = [name for name in dcp.contents(folder)[1] if not name.startswith("rng_state")]
     values = {name: file.value for name, file in dcp.read_objects(folder, names).items()}
     args = {
-        name: value for name, value in vars(values["args"]).items() if keeps(value) and not isinstance(value, Dtype)
+        name: value for name, value in vars(values["args"]).items() if is_plain(value) and not isinstance(value, Dtype)
     }
     return values | {"args": argparse.Namespace(**args)}
 

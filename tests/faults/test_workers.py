@@ -206,7 +206,7 @@ def test_what_one_process_must_do_is_done_by_it(started, jobs):
     place = part.fragment
     others = [
         replace(jobs[0], sources=(replace(part, fragment=place._replace(stream=Stream(0, 1))),)),
-        replace(jobs[0], targets=(replace(part, woven=True),)),
+        replace(jobs[0], targets=(replace(part, interleaved=True),)),
         replace(jobs[0], twins=(replace(part, fragment=place._replace(path=RemotePath("s3://a/b"))),)),
     ]
     assert workers._is_portable(jobs[0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from formats.errors import RefusedError, UnsupportedError
-from formats.model.adapters import chosen, require_plain
+from formats.model.adapters import require_plain, select
 from tests.faults.dcp_tools import refused, save, weights, with_config
 
 peft = pytest.importorskip("peft")
@@ -76,9 +76,9 @@ def test_one_of_two_adapters_is_not_taken_for_both(tmp_path, adapter):
     place = "base_model.model.model.layers.0.self_attn.q_proj"
     base = {f"{place}.base_layer.weight": 0}
     loras = {name: {f"{place}.lora_{end}.{name}.weight": 1 for end in "AB"} for name in ("first", "second")}
-    assert len(chosen(base | loras["first"], adapter, tmp_path)) == (2 if adapter == "only" else 1)
+    assert len(select(base | loras["first"], adapter, tmp_path)) == (2 if adapter == "only" else 1)
     with pytest.raises(RefusedError, match="holds 2 adapters: first, second"):
-        chosen(base | loras["first"] | loras["second"], adapter, tmp_path)
+        select(base | loras["first"] | loras["second"], adapter, tmp_path)
 
 
 @pytest.fixture(params=["table", "verbatim"])

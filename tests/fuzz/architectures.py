@@ -220,7 +220,9 @@ def run(*arguments: object, transformers: bool = True) -> tuple[int, str]:
     from converters.plan import agreement, meta_model
 
     output = io.StringIO()
-    local = mock.patch.object(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
+    local = mock.patch.object(
+        agreement, "_answer_of_program", lambda text: json.dumps(meta_model.report(json.loads(text)))
+    )
     needed = mock.patch.object(agreement, "NEEDED", agreement.NEEDED if transformers else ("not_installed",))
     argv = mock.patch.object(sys, "argv", ["convert", *map(str, arguments)])
     code = 0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from formats.megatron.args.versions import ALWAYS, IGNORED, OPTIONS, VERSIONS, since
+from formats.megatron.args.versions import ALWAYS, IGNORED, OPTIONS, VERSIONS, is_between
 from tests.golden.test_mtp import with_second
 from tests.models import EXPERTS, IN_MEGATRON, INDEXED, LINEAR, LLAMA3, PLAIN_YARN, YARN, build
 
@@ -283,7 +283,7 @@ json.dump([options, inspect.getsource(checkpointing.load_args_from_checkpoint)],
     options, source = json.loads(done.stdout[done.stdout.index("[{") :])
     newest = VERSIONS[-1]
     for option in OPTIONS:
-        if not since(newest, option.known):
+        if not is_between(newest, option.known):
             continue
         names = [option.name, f"--no-{option.name[2:]}"] if option.form == "switch" else [option.name]
         for name in names:
@@ -291,6 +291,6 @@ json.dump([options, inspect.getsource(checkpointing.load_args_from_checkpoint)],
         if option.form != "true" and option.default is not ALWAYS and option.dest != "ckpt_format":
             assert options[names[0]][1] == option.default, option
         forced = f"_set_arg('{option.dest}', force=True)" in source and option.dest not in SIZES
-        assert since(newest, option.loaded) is forced, option
+        assert is_between(newest, option.loaded) is forced, option
     without = {row.dest for row in IGNORED if row.patch and row.patch.name == "latent_yarn"}
     assert not {f"--{name.replace('_', '-')}" for name in without} & options.keys()

@@ -102,7 +102,7 @@ FORMATS = {
     megatron_llm.NAME: Format(
         write_megatron_llm,
         lambda args, base: megatron_llm.from_args(args, Settings(), base, None, False, "args"),
-        lambda family: not family.only_here and not megatron_llm.lacks(family, ()),
+        lambda family: not family.only_here and not megatron_llm.unsupported_reason(family, ()),
         examples=60,
     ),
     "megatron_deepspeed": Format(

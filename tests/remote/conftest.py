@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from converters.remote import path, patience
+from converters.remote import path, retries
 from tests.hub.server import TOKEN, Hub
 from tests.remote.bucket import Server
 
@@ -14,7 +14,7 @@ from tests.remote.bucket import Server
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """No long pauses, and stores that nobody has seen yet."""
-    monkeypatch.setattr(patience, "FIRST", 0.002)
+    monkeypatch.setattr(retries, "FIRST", 0.002)
     monkeypatch.setattr(path, "MOUNTS", {})
 
 

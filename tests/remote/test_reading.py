@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import vitruvian
-from converters.remote import patience
+from converters.remote import retries
 from tests.hub.server import Fault as HubFault
 from tests.hub.server import Handler
 from tests.remote.bucket import Fault
@@ -197,7 +197,7 @@ def test_what_is_refused_says_why(runs, bucket, hub, convert, monkeypatch, tmp_p
     assert ran.code == 2
     assert "s3://models/run/config.json may not be used: 403 Forbidden Injected" in ran.err
     assert "AWS_ACCESS_KEY_ID" in ran.err
-    monkeypatch.setattr(patience, "TRIES", 3)
+    monkeypatch.setattr(retries, "TRIES", 3)
     bucket.faults = [Fault("GET .*config.json", 500, 99)]
     ran = convert("inspect", "s3://models/run")
     assert ran.code == 8

@@ -20,7 +20,7 @@ from converters.plan.targets import plan_megatron, plan_neox
 from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.families import family_of
-from formats.huggingface.config import from_huggingface, residue
+from formats.huggingface.config import from_huggingface, unknown_keys
 from formats.megatron import megatron_llm
 from formats.megatron.args.options import CORE, DIST, Options
 from formats.model.spec import differences
@@ -106,7 +106,7 @@ def test_a_key_that_no_table_knows_was_looked_at(name):
     """A new one of transformers has to be put somewhere, before a format drops it."""
     config = AutoConfig.for_model(**settings_of(name)).to_dict()
     harmless = HARMLESS | HARMLESS_HERE.get(family_of(config, name).name, set())
-    assert {*residue(config)} - {*PreTrainedConfig().to_dict()} <= harmless
+    assert {*unknown_keys(config)} - {*PreTrainedConfig().to_dict()} <= harmless
 
 
 @pytest.mark.parametrize("case", CASES)

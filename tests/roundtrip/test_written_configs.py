@@ -17,7 +17,7 @@ from converters import convert as convert_module
 from formats.errors import SourceError, VitruvianError
 from formats.families import FAMILIES, find_family
 from formats.families.family import Family
-from formats.huggingface.config import from_huggingface, residue, to_huggingface
+from formats.huggingface.config import from_huggingface, to_huggingface, unknown_keys
 from tests.models import MODELS, settings_of
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -87,7 +87,7 @@ def test_null(name, tmp_path):
     family = find_family(config)
     assert family is not None
     fixed = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path", *LOUD}
-    for key in sorted(config.keys() - {*residue(config)} - fixed):
+    for key in sorted(config.keys() - {*unknown_keys(config)} - fixed):
         changed = {**config, key: None}
         try:
             from_huggingface(changed, {}, "config.json")

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from formats.errors import UnsupportedError
-from train.data.parts import own
+from train.data.parts import rank_part
 from train.data.rows import Flat
 from train.model.kernels import resolve
 from train.model.parts import layers
@@ -61,10 +61,10 @@ def test_padding_is_no_longer_than_the_kernels_are_told():
     zero = np.zeros(1, np.int64)
     empty = Flat(zero, zero - 100, zero, np.array([0, 1], np.int32), 0, 0)
     for context in (1, 2):
-        part = own(empty, SimpleNamespace(context=context, part=0), True)
+        part = rank_part(empty, SimpleNamespace(context=context, part=0), True)
         assert (len(part.input_ids), part.tokens, part.trained) == (128, 0, 0)
         assert part.longest == np.diff(part.cu_seqlens).max()
-    assert own(empty, SimpleNamespace(context=1)) is empty
+    assert rank_part(empty, SimpleNamespace(context=1)) is empty
 
 
 def test_layers_are_compiled_once_for_all_sizes_of_rows(model, monkeypatch, caplog):
@@ -92,7 +92,9 @@ def test_layers_are_compiled_once_for_all_sizes_of_rows(model, monkeypatch, capl
         tokens = np.arange(sum(sizes)) % 250
         positions, ends = np.concatenate([*map(np.arange, sizes)]), np.cumsum([0, *sizes]).astype(np.int32)
         flat = Flat(tokens, tokens, positions, ends, max(sizes), len(tokens))
-        losses = [trainee(rows, cpu) for trainee, rows in zip(trainees, (flat, own(flat, alone, True)), strict=True)]
+        losses = [
+            trainee(rows, cpu) for trainee, rows in zip(trainees, (flat, rank_part(flat, alone, True)), strict=True)
+        ]
         for loss in losses:
             loss.backward()
         assert torch.allclose(*losses, rtol=1e-6), sizes

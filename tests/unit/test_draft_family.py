@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from converters.draft.computed import alone, quiet
+from converters.draft.computed import single_threaded, without_warnings
 from converters.draft.probes import model_of
 from converters.draft.tables import drafted
 from converters.draft.toml import draft
@@ -21,7 +21,7 @@ The eight others are biases that the table wants, and the draft leaves to the ke
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_so_many_lines_are_those_of_the_table(name):
-    with alone(), quiet():
+    with single_threaded(), without_warnings():
         model = model_of(name)
         table = drafted(model)
         made = draft(model, table)
@@ -42,7 +42,7 @@ def test_the_class_of_linear_layers(name):
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory):
     """A family without a table, drafted."""
-    with alone(), quiet():
+    with single_threaded(), without_warnings():
         model = model_of("glm")
         made = draft(model, drafted(model))
     assert 'only_here = "nobody has compared its logits' in made.text, "Megatron is refused until somebody has"

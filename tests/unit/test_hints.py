@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from converters.cli import cli, formats_of
-from converters.commands.to import INTO, NAMES, UNWRITTEN, pair
+from converters.commands.to import INTO, NAMES, UNWRITTEN, command_for
 from train.cli import cli as train
 
 OTHERS = {
@@ -25,8 +25,8 @@ OTHERS = {
 def test_two_formats_are_a_command(convert):
     read, written = NAMES.keys() - {"gguf"}, NAMES.keys() - {*UNWRITTEN}
     pairs = [(source, target) for source in read for target in written if (source, target) != ("hf", "zero")]
-    assert {pair(*formats_of(f"{source}2{target}")) for source, target in pairs} <= cli.commands.keys()
-    assert {name: pair(*formats_of(name)) for name in OTHERS} == OTHERS
+    assert {command_for(*formats_of(f"{source}2{target}")) for source, target in pairs} <= cli.commands.keys()
+    assert {name: command_for(*formats_of(name)) for name in OTHERS} == OTHERS
     assert {name for inside in INTO.values() for name in inside.values()} <= cli.commands.keys()
     ran = convert("zero2megatron", "a", "b")
     assert (ran.code, ran.err.splitlines()[-1]) == (2, "hint: convert hf2megatron SRC OUT, which reads any format")

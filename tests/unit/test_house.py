@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RANK = {"formats": 0, "converters": 1, "train": 2}
 HEAVY = ("torch", "transformers", "deepspeed", "megatron")
-APART = {"meta_model.py", "lineage.py"}
+APART = {"meta_model.py", "tensor_origins.py"}
 """Programs that a conversion runs in a process of their own, if their framework is installed."""
 PUBLISHING = ("tokenizers", "sentencepiece", "jinja2", "huggingface_hub", "obstore")
 """What only a few rooms may import, and no conversion loads."""

@@ -12,7 +12,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, Vitruvia
 from formats.families import find_family
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.megatron.args.args import from_megatron, to_megatron
-from formats.megatron.args.flags import chosen
+from formats.megatron.args.flags import choose_version
 from formats.registry import open_checkpoint
 from tests.golden.test_mtp import with_second
 from tests.models import settings_of
@@ -248,7 +248,7 @@ def test_the_flags_are_those_of_a_release_that_builds_it(model, convert, tmp_pat
     assert (run / "megatron_flags.txt").read_text().startswith("# flags for Megatron-LM 0.18\n")
     ran = convert("hf2megatron", source, tmp_path / "m2", "--megatron-version", "0.19")
     assert (ran.code, "it builds no layer that predicts a second token beside linear" in ran.err) == (5, True), ran.err
-    assert chosen({"mtp_num_layers": 1}, None, ())[0] == "0.19"
+    assert choose_version({"mtp_num_layers": 1}, None, ())[0] == "0.19"
     summary = json.loads(convert("hf2megatron", source, tmp_path / "m3", "--drop", "mtp", "-n", "--json").out)
     assert any("is not carried: 15 such as mtp." in note for note in summary["notes"])
 

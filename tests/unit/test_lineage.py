@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from converters.plan import agreement, meta_model
-from converters.plan.lineage import Followed, whole
+from converters.plan.tensor_origins import TracedTensor, traced
 from tests.faults.dcp_tools import refused, save
 from tests.fuzz.architectures import build, quiet
 
@@ -33,25 +33,25 @@ def test_the_boxes_say_where_each_element_comes_from(chain):
     """The same functions on numbers: each box holds what it says."""
     numbers = {"one": torch.arange(120).reshape(SHAPE), "other": torch.arange(120, 240).reshape(SHAPE)}
     expected = CHAINS[chain](*numbers.values())
-    followed = CHAINS[chain](*(whole(name, SHAPE) for name in numbers))
-    assert isinstance(followed, Followed)
+    followed = CHAINS[chain](*(traced(name, SHAPE) for name in numbers))
+    assert isinstance(followed, TracedTensor)
     assert followed.shape == expected.shape
     rebuilt = torch.full(expected.shape, -1)
     for piece in followed.pieces:
-        box = numbers[piece.name][tuple(slice(*ends) for ends in piece.there)]
+        box = numbers[piece.name][tuple(slice(*ends) for ends in piece.source_box)]
         axes = [axis for axis in piece.axes if axis is not None]
         left = [axis for axis in range(box.dim()) if axis not in axes]
         assert all(box.shape[axis] == 1 for axis in left)
-        here = tuple(slice(*ends) for ends in piece.here)
+        here = tuple(slice(*ends) for ends in piece.box)
         rebuilt[here] = box.permute(*axes, *left).reshape(rebuilt[here].shape)
     assert torch.equal(rebuilt, expected)
 
 
 @pytest.mark.parametrize("turn", [lambda tensor: tensor.flip(0), torch.neg])
 def test_what_no_box_follows_is_not_told(turn):
-    assert turn(whole("one", SHAPE)).pieces is None
-    assert whole("one", (30_000, 2)).reshape(3, 10_000, 2).pieces is None, "too many rows"
-    assert torch.stack([turn(whole("one", SHAPE)).reshape(120), whole("two", (120,))]).pieces is None
+    assert turn(traced("one", SHAPE)).pieces is None
+    assert traced("one", (30_000, 2)).reshape(3, 10_000, 2).pieces is None, "too many rows"
+    assert torch.stack([turn(traced("one", SHAPE)).reshape(120), traced("two", (120,))]).pieces is None
 
 
 SORTED = ("llava", "qwen2_5_vl", "gemma3", "mistral3", "qwen3_next", "phimoe", "whisper", "kimi_k25")
@@ -66,7 +66,7 @@ def test_there_and_back(convert, tmp_path, kind, monkeypatch):
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
+    monkeypatch.setattr(agreement, "_answer_of_program", lambda text: json.dumps(meta_model.report(json.loads(text))))
     with quiet():
         model = build(kind, 3)
         model.save_pretrained(tmp_path / "hf")
@@ -119,7 +119,7 @@ def test_too_many_rows_in_another_order_are_refused(convert, tmp_path, monkeypat
         answer["hub"] |= {name: {**entry, "pieces": None} for name, entry in answer["hub"].items() if "wqkv" in name}
         return json.dumps(answer)
 
-    monkeypatch.setattr(agreement, "_asked", asked)
+    monkeypatch.setattr(agreement, "_answer_of_program", asked)
     with quiet():
         model = build("kimi_k25", 3)
         model.save_pretrained(tmp_path / "hf")

@@ -103,7 +103,7 @@ def test_the_model_files_of_stage_3_are_not_held_together(tmp_path):
         torch.save({"module": module, **header}, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     tracemalloc.start()
     try:
-        files = model_files.of_ranks(tmp_path)
+        files = model_files.files_of_ranks(tmp_path)
         twelve = tracemalloc.get_traced_memory()[0]
         del files[1:]
         single = tracemalloc.get_traced_memory()[0]

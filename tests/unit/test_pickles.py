@@ -32,7 +32,7 @@ from formats.torch_files.pickle_values import (
     StorageRef,
     TensorRef,
     dumps,
-    keeps,
+    is_plain,
 )
 from formats.torch_files.unpickle import loads
 
@@ -63,7 +63,7 @@ def same(first: Any, second: Any) -> bool:
 
 @pytest.mark.parametrize("value", PLAIN.values(), ids=PLAIN)
 def test_plain_values_come_back(value):
-    assert keeps(value)
+    assert is_plain(value)
     written = dumps(value)
     assert same(loads(written, "it"), value)
     assert same(pickle.loads(written), value)
@@ -92,7 +92,7 @@ def test_bytes_and_sets_are_read_as_python_reads_them(value, protocol):
 @pytest.mark.parametrize("size", [256, 1 << 16, 1 << 20])
 def test_an_int_of_any_size_can_travel_or_is_left_out(size):
     value = 1 << (8 * size)
-    if keeps(value):
+    if is_plain(value):
         assert pickle.loads(dumps(value)) == value
 
 
@@ -100,7 +100,7 @@ def test_an_int_of_any_size_can_travel_or_is_left_out(size):
 def test_a_lone_surrogate_is_no_text(value):
     with pytest.raises(SourceError, match="damaged"):
         loads(pickle.dumps(value), "it")
-    assert not keeps(value)
+    assert not is_plain(value)
 
 
 def test_a_number_that_is_given_again_is_that_of_the_new_object():
@@ -151,7 +151,7 @@ def test_every_readable_dtype_is_written_or_known_to_have_no_storage():
     """`dumps` of a tensor of any dtype of the table either works or is refused by `keeps`."""
     for dtype in sorted(set(DTYPES.values())):
         ref = TensorRef(StorageRef(dtype, "5", 1), 0, (1,), (1,), dtype)
-        if keeps(ref):
+        if is_plain(ref):
             assert loads(dumps(ref), "it") == ref, dtype
 
 
@@ -178,7 +178,7 @@ def opaque(module: str, name: str, *args: Any) -> Opaque:
     {"k": (opaque("signal", "Signals", 15),)},
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_members_of_known_enums_travel(value):
-    assert keeps(value)
+    assert is_plain(value)
     assert repr(loads(dumps(value), "it")) == repr(value)
 
 
@@ -186,7 +186,7 @@ def test_members_of_known_enums_travel(value):
 def test_a_signal_comes_back_as_itself(data):
     """The second is how Python up to 3.11.3 pickles it."""
     parsed = loads(data, "it")
-    assert keeps({"exit_signal": parsed})
+    assert is_plain({"exit_signal": parsed})
     assert pickle.loads(data) is pickle.loads(dumps(parsed)) is signal.SIGTERM
 
 
@@ -218,7 +218,7 @@ def test_a_member_that_is_given_entries_does_not_travel(entries):
         def __reduce__(self) -> tuple[Any, ...]:
             return signal.Signals, (15,), None, *entries
 
-    assert not keeps(loads(pickle.dumps(Odd(), 2), "it"))
+    assert not is_plain(loads(pickle.dumps(Odd(), 2), "it"))
 
 
 def stateful() -> Opaque:
@@ -252,7 +252,7 @@ NOT_KEPT = {
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"k": (1, x)}, lambda x: Namespace({"k": x})],
                          ids=["itself", "list", "dict", "namespace"])  # fmt: skip
 def test_what_might_run_code_or_cannot_be_written_is_not_kept(value, wrap):
-    assert not keeps(wrap(value))
+    assert not is_plain(wrap(value))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_other_objects_are_read_as_data_and_not_kept(value, protocol):
         pytest.skip("this protocol cannot pickle it")
     parsed = loads(written, "it")
     assert isinstance(parsed, Opaque)
-    assert not keeps(parsed)
+    assert not is_plain(parsed)
 
 
 @pytest.mark.parametrize("value", [PLAIN["mixed"], Namespace({"a": [1, "é"], "b": 2.5})], ids=["plain", "namespace"])

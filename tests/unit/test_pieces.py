@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from converters.move.descriptors import Descriptors
 from formats.errors import SourceError
 from formats.layout.columns import Columns, boxes
-from formats.layout.pieces import scattered
+from formats.layout.pieces import from_pieces
 from formats.torch_files import dcp_metadata
 from formats.torch_files.rows import Reader, Rows
 from formats.torch_files.unpickle import loads
@@ -89,7 +89,7 @@ def test_columns_that_do_not_tile_a_tensor_are_refused(ranges, message):
     cuts = boxes(np.array(ranges, np.int64)[:, None])
     columns = Columns("F32", cuts, [Path("a")], np.zeros(2, np.int32), np.zeros(2, np.int64), None)
     with pytest.raises(SourceError, match=message):
-        scattered("w", (8,), "F32", columns)
+        from_pieces("w", (8,), "F32", columns)
 
 
 def test_files_are_closed_and_opened_again(tmp_path):

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from converters.common import room, stripes
+from converters.common import disk_space, stripes
 from tests.models import files
 
 LFS = """#!/bin/sh
@@ -20,26 +20,26 @@ case $3 in -u) echo "{user}" ;; -g) echo "{group}" ;; -p) echo "$5
 
 @pytest.fixture
 def lustre(tmp_path, monkeypatch):
-    def answer(**quotas: str) -> list[room.Room]:
+    def answer(**quotas: str) -> list[disk_space.FreeSpace]:
         none = "/l 8 0 0 - 2 0 0 -"
         script = tmp_path / "lfs"
         script.write_text(LFS.format(**{"project": "0", "user": none, "group": none, "shared": none, **quotas}))
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        monkeypatch.setattr(room, "mounted", lambda _: "lustre")
-        return [*room.rooms(tmp_path)][1:]
+        monkeypatch.setattr(disk_space, "mounted", lambda _: "lustre")
+        return [*disk_space.free_spaces(tmp_path)][1:]
 
     return answer
 
 
 def test_quotas_of_lustre_count(lustre, tmp_path):
     mine, group = lustre(group="/l 1000 0 3000 - 5* 10 10 6d")
-    assert (mine.nbytes, mine.files) == (room.NONE, room.NONE)
+    assert (mine.nbytes, mine.files) == (disk_space.NONE, disk_space.NONE)
     assert (group.nbytes, group.files) == (2000 * 1024, 5)
-    with pytest.raises(room.OutputError, match=r"needs 2.0 MB, the quota of group .* has 2.0 MB free"):
-        room.require_room(tmp_path, 2000 * 1024 + 1, 1, tmp_path / "out")
-    with pytest.raises(room.OutputError, match=r"needs 6 files and folders, the quota of group .* has 5 free"):
-        room.require_room(tmp_path, 1, 6, tmp_path / "out")
+    with pytest.raises(disk_space.OutputError, match=r"needs 2.0 MB, the quota of group .* has 2.0 MB free"):
+        disk_space.require_space(tmp_path, 2000 * 1024 + 1, 1, tmp_path / "out")
+    with pytest.raises(disk_space.OutputError, match=r"needs 6 files and folders, the quota of group .* has 5 free"):
+        disk_space.require_space(tmp_path, 1, 6, tmp_path / "out")
     *_, project = lustre(project="41", shared="1000* 0 900 - 5 0 7 -")
     assert (project.nbytes, project.files, project.of.split(" on ")[0]) == (0, 2, "the quota of project 41")
     assert lustre(user="", group="no such group", shared="x") == []
@@ -55,7 +55,7 @@ def test_an_output_on_lustre_is_striped_before_its_files_are_made(convert, model
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for module in (room, stripes):
+    for module in (disk_space, stripes):
         monkeypatch.setattr(module, "mounted", lambda _: "lustre")
     assert convert("hf2megatron", model(), tmp_path / "out", "--tp", 2, *options).code == 0
     called = log.read_text().splitlines() if log.exists() else []
@@ -63,9 +63,9 @@ def test_an_output_on_lustre_is_striped_before_its_files_are_made(convert, model
 
 
 def test_the_type_of_a_file_system_is_that_of_the_innermost_mount(tmp_path):
-    where = room.mounted(tmp_path)
+    where = disk_space.mounted(tmp_path)
     assert where
-    assert room._plain(r"/a\040b") == "/a b"
+    assert disk_space._plain(r"/a\040b") == "/a b"
 
 
 @pytest.mark.parametrize(("limit", "message"), [("size=64k", "needs"), ("nr_inodes=9", "files and folders")])
@@ -97,21 +97,21 @@ def test_what_is_said_is_what_is_made(convert, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limits", "left"), [(("1000KB", "70"), (900 * 1024, 65)), (("0KB", "0"), (room.NONE, room.NONE))]
+    ("limits", "left"), [(("1000KB", "70"), (900 * 1024, 65)), (("0KB", "0"), (disk_space.NONE, disk_space.NONE))]
 )
 def test_quotas_of_a_project_at_jsc_count(tmp_path, monkeypatch, limits, left):
     """Of the project whose folder it is, whatever others there are; what is printed otherwise counts for nothing."""
     place = tmp_path / "run"
     place.mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(room, "mounted", lambda _: "gpfs")
+    monkeypatch.setattr(disk_space, "mounted", lambda _: "gpfs")
     entry = {"data-usage": "100KB", "data-hard-limit": limits[0], "inode-usage": 5, "inode-hard-limit": limits[1]}
     script = tmp_path / "jutil"
 
-    def prints(text: str) -> list[room.Room]:
+    def prints(text: str) -> list[disk_space.FreeSpace]:
         script.write_text(f"#!/bin/sh\n[ \"$3 $4\" = '-p {tmp_path.parts[3]}' ] && cat <<'END'\n{text}\nEND\n")
         script.chmod(0o755)
-        return [*room.rooms(place)][1:]
+        return [*disk_space.free_spaces(place)][1:]
 
     other = {**entry, "project-dir": "/elsewhere"}
     (quota,) = prints(json.dumps([other, {**entry, "project-dir": str(tmp_path)}]))

@@ -9,7 +9,7 @@ import pytest
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import scattered
+from formats.layout.pieces import from_pieces
 
 
 def piece(start: int, stop: int, file: str, dtype: str = "F32") -> Piece:
@@ -17,7 +17,7 @@ def piece(start: int, stop: int, file: str, dtype: str = "F32") -> Piece:
 
 
 def test_a_part_that_is_there_once_belongs_to_every_copy():
-    tensor = scattered("w", (4,), "F32", [piece(0, 3, "a"), piece(3, 4, "b"), piece(0, 3, "c"), piece(0, 3, "d")])
+    tensor = from_pieces("w", (4,), "F32", [piece(0, 3, "a"), piece(3, 4, "b"), piece(0, 3, "c"), piece(0, 3, "d")])
     files = [[part.fragment.path.name for part in copy] for copy in tensor.copies]
     assert files == [["a", "b"], ["c", "b"], ["d", "b"]]
 
@@ -34,4 +34,4 @@ def test_a_part_that_is_there_once_belongs_to_every_copy():
 )
 def test_pieces_that_make_no_tensor_are_refused(pieces, message):
     with pytest.raises(SourceError, match=message):
-        scattered("w", (4,), "F32", pieces)
+        from_pieces("w", (4,), "F32", pieces)

@@ -27,7 +27,7 @@ from formats.disk.chunks import Chunk, Store
 from formats.disk.safetensors import Fragment, row_major
 from formats.errors import OutputError
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import scattered, unstacked
+from formats.layout.pieces import from_pieces, unstack
 from formats.registry import open_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden/maxtext"
@@ -124,7 +124,7 @@ def test_room_for_what_is_decoded(monkeypatch, tmp_path):
                 files.scratch.decoded(part.fragment, part.fragment.chunk)
         on_disk = sum(path.stat().st_size for path in files.scratch.folder.iterdir())
     asked: list[int] = []
-    monkeypatch.setattr(convert_module, "require_room", lambda place, nbytes, *_: asked.append(nbytes))
+    monkeypatch.setattr(convert_module, "require_space", lambda place, nbytes, *_: asked.append(nbytes))
     convert_module.check_room(planned, request)
     request.staging.mkdir()
     (request.staging / JOURNAL).touch()
@@ -205,7 +205,7 @@ def test_layers_along_any_dimension():
         Piece(Cut(((0, 2), (0, 3), (low, low + 2))), Fragment(Path("f"), 48 * low // 2, "F32", (2, 3, 2), (6, 2, 1)))
         for low in (0, 2)
     ]
-    parts = [*unstacked(scattered("x", whole.shape, "F32", pieces), 1)]
+    parts = [*unstack(from_pieces("x", whole.shape, "F32", pieces), 1)]
     assert [part.shape for part in parts] == [(2, 4)] * 3
     for layer, part in enumerate(parts):
         for piece, file in zip(part.copies[0], np.split(whole, 2, axis=2), strict=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
-from converters.common.atomic import STOPS, answered
+from converters.common.atomic import STOPS, handling_signals
 from converters.common.cli_help import command
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ def _run(recipe: Recipe, out: Path, quiet: bool, as_json: bool, options: dict[st
 def _report(
     recipe: Recipe, source: Source, commit: str | None, out: Path, counts: Counts, seconds: float, as_json: bool
 ) -> None:
-    from train.data.fetch.fetch import summary, why
+    from train.data.fetch.fetch import explanations, summary
 
     if as_json:
         facts = {"out": str(out), "examples": counts.written, "bytes": counts.nbytes, **_counted(counts)}
         drawn = {"sample": recipe.sample, "seed": recipe.seed} if recipe.sample else {}
         click.echo(json.dumps({**facts, **drawn, **_origin(recipe, source, commit), "seconds": round(seconds, 3)}))
         return
-    for line in why(counts):
+    for line in explanations(counts):
         click.echo(f"dropped as {line}", err=True)
     if recipe.sample and counts.written < recipe.sample:
         click.echo(f"note: a sample of {recipe.sample} was asked for, there are no more records", err=True)
@@ -174,7 +174,7 @@ def _ended_by_signals() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
         signal.default_int_handler(number, frame)
 
-    with answered(end, (*STOPS, signal.SIGALRM)):
+    with handling_signals(end, (*STOPS, signal.SIGALRM)):
         try:
             yield
         finally:

@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from converters.commands.options import FILE, FOLDER, together
+from converters.commands.options import FILE, FOLDER, option_group
 from converters.common.cli_help import command
 from formats.errors import UsageError
 from train.settings.other_trainers import TRAINERS
 from train.settings.presets import preset, sources
 
-others = together(
+others = option_group(
     *(
         click.option(f"--from-{name}", name.replace("-", "_"), type=FILE, help=f"Take the settings of {trainer.name}.")
         for name, trainer in TRAINERS.items()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, as_json, together
+from converters.commands.options import FOLDER, as_json, option_group
 from converters.common.cli_help import Helped
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ dry_run = click.option("-n", "--dry-run", is_flag=True, help="Print what would b
 force = click.option("--force", is_flag=True, help="Replace existing output.")
 jobs = click.option("-j", "--jobs", type=click.IntRange(1, 256), default=2, show_default=True, help="Files at a time.")
 quiet = click.option("-q", "--quiet", is_flag=True, help="No progress.")
-schedule = together(
+schedule = option_group(
     click.option("--tokens-per-iter", "--tokens_per_iter", type=click.IntRange(1), required=True, metavar="N",
                  help="Tokens of a step: sequence length times global batch size, such as 4718592."),
     click.option("--warmup-iters", "--warmup_iters", type=click.IntRange(0), required=True, metavar="N",

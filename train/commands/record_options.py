@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from converters.commands.options import NAMED, together
+from converters.commands.options import NAMED, option_group
 from formats.errors import UsageError
 
 control_tokens = click.option(
@@ -18,7 +18,7 @@ chat_template = click.option(
     metavar="NAME|FILE",
     help="control, chatml, llama3, or a jinja file.  [default: the tokenizer's, for conversations]",
 )
-record_format = together(
+record_format = option_group(
     click.option(
         "--format",
         "form",

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FILE, NAMED, together
+from converters.commands.options import FILE, NAMED, option_group
 from converters.common.cli_help import command
 from formats.errors import UsageError
-from train.commands.tokenize import decided, make_request, paths, report, running
+from train.commands.tokenize import make_request, paths, print_decisions, report, running
 
 if TYPE_CHECKING:
     from train.data.packing.role_bins import Packing
     from train.data.tokens.tokenizers import SentencePiece
     from train.data.tokens.workers import Job
 
-unused = together(
+unused = option_group(
     click.option("--tokenizer-type", "--tokenizer_type", type=click.Choice(["SentencePieceTokenizer"]), hidden=True),
     click.option("--dataset-impl", "--dataset_impl", type=click.Choice(["mmap"]), hidden=True),
     click.option("--chunk-size", "--chunk_size", type=int, hidden=True),
@@ -113,7 +113,7 @@ def role_bins(**options: Any) -> None:
     parts = ranges(paths([*options["inputs"], *options["more"]]))
     job, packing = make_job(options)
     request = make_request(options, job, parts, named_prefix(options["prefix"]))
-    if not decided(options, request, _decisions(job, packing, request.prefix)):
+    if not print_decisions(options, request, _decisions(job, packing, request.prefix)):
         return
     counts = write_role_bins(request, packing).counts
     report(request.prefix, counts, options["as_json"])

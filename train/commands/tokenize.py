@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FILE, NAMED, as_json, together
+from converters.commands.options import FILE, NAMED, as_json, option_group
 from converters.common.cli_help import Finite, command
 from formats.errors import UnsupportedError, UsageError, short
 from train.commands.record_options import chat_template, parse_control_tokens, record_format
@@ -30,13 +30,13 @@ KINDS = {
 }
 """Tokenizer type of GPT-NeoX or Megatron: the suffix of the file that it reads."""
 
-unused = together(
+unused = option_group(
     click.option("--dataset-impl", type=click.Choice(["mmap"]), hidden=True),
     click.option("--num-docs", type=int, hidden=True),
     click.option("--log-interval", type=int, hidden=True),
 )
 """Flags of GPT-NeoX's tool that have no effect here: `mmap` is always written, and progress needs no count."""
-running = together(
+running = option_group(
     click.option("--workers", type=click.IntRange(1, 1024), help="Processes.  [default: all cores]"),
     click.option("--strict", is_flag=True, help="One malformed record is an error."),
     click.option(
@@ -109,7 +109,7 @@ def tokenize(**options: Any) -> None:
     for job in jobs:
         out = named_prefix(prefix).with_name(f"{prefix.name}_{job.key}_document")
         request = make_request(options, job, parts, out)
-        if decided(options, request, {"turns": _turns(job), "documents": _end(job), "output": f"{out}.bin"}):
+        if print_decisions(options, request, {"turns": _turns(job), "documents": _end(job), "output": f"{out}.bin"}):
             report(out, tokenize(request).counts, options["as_json"])
 
 
@@ -252,7 +252,7 @@ def make_request(options: Mapping[str, Any], job: Job, parts: Ranges, out: Path)
     )
 
 
-def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str, str]) -> bool:
+def print_decisions(options: Mapping[str, Any], request: Request, decisions: Mapping[str, str]) -> bool:
     """Print the decisions, one line each.
 
     Returns:

@@ -11,7 +11,7 @@ MULTIPLE = 128
 """Sizes of rows for compiled layers are multiples of this: kernels differ for sizes with and without a remainder."""
 
 
-def own(flat: Flat, world: World, compiled: bool = False) -> Flat:
+def rank_part(flat: Flat, world: World, compiled: bool = False) -> Flat:
     """This rank's part of flattened rows, which is all of them without context parallelism."""
     multiple = MULTIPLE if compiled else 1
     if world.context > 1:

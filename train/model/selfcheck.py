@@ -13,7 +13,7 @@ import torch
 
 from formats.errors import UnsupportedError, UsageError, VerificationError
 from formats.huggingface.layers import BLOCKS
-from train.data.parts import own
+from train.data.parts import rank_part
 from train.data.rows import Flat
 from train.distributed import World
 from train.model import kernels
@@ -124,7 +124,7 @@ def _apart(
 def _across(config: Any, world: World, backend: str, flat: Flat, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """The hidden states of the same small model, of which each rank of a group computes its part."""
     model, _ = _small(config, world.device, named(backend, world.context), dtype, seed, narrow=True)
-    kwargs = forward_kwargs(own(flat, world), world.device, backend, world.sharing)
+    kwargs = forward_kwargs(rank_part(flat, world), world.device, backend, world.sharing)
     hidden = decoder_of(model)(**kwargs).last_hidden_state[0]
     return gathered(hidden, world.sharing)[: len(flat.labels)]
 

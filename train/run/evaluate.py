@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from converters.common.atomic import write_file
-from train.data.parts import own
+from train.data.parts import rank_part
 from train.data.rows import Rows, check_tokenizer, open_rows
 from train.distributed import World
 from train.model.context import gathered
@@ -105,7 +105,7 @@ def evaluate(
             for first in range(0, len(chosen), world.readers):
                 alive()
                 flat = rows.flat(chosen[first + world.reader : first + world.reader + 1])
-                part = own(flat, world)
+                part = rank_part(flat, world)
                 if judge is None:
                     loss = trainee(part, world.device)
                 else:

@@ -14,7 +14,7 @@ import torch
 from converters.common.atomic import lock, stoppable, write_file
 from formats.errors import Interrupted, OutputError
 from formats.torch_files import saves
-from train.data.parts import own
+from train.data.parts import rank_part
 from train.distributed import World
 from train.engines import Stepping, open_engine
 from train.model.trainee import shape_of
@@ -116,7 +116,7 @@ def _steps(run: Run, log: Log | None, say: Say) -> Progress:
     config, total, progress = run.prepared.config, run.prepared.total, run.prepared.progress
     with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
         for number in range(progress.step, total):
-            run.watch.again()
+            run.watch.restart()
             started = time.monotonic()
             step = _step(run, number, stopped() or time_is_up(config))
             progress = replace(progress, step=number + 1, tokens=progress.tokens + step.trained)
@@ -195,7 +195,7 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
         seed_of(config.seed, number, world.rank)
     )  # for dropout; a function of the step, so no RNG state has to be saved
     taken = prepared.order.batch(number, prepared.sizes, world.reader)
-    batches = [own(prepared.rows.flat(rows), world, config.model.compile) for rows in taken]
+    batches = [rank_part(prepared.rows.flat(rows), world, config.model.compile) for rows in taken]
     step = reduce_counts(run, batches, stopped)
     losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once a step: reading waits for the device
     for place, flat in enumerate(batches):

@@ -98,7 +98,9 @@ def prepare(config: Config, world: World) -> Prepared:
             world.from_first(lambda: require_same_config(start, path))
             world.from_first(lambda: require_same_tokenizer(start, path))
             notes.append(world.from_first(lambda: changed_files(start, path) if progress.step else ""))
-        notes += world.from_first(lambda: [check_export(config, path, rows.documents), huggingface.unread(path)])
+        notes += world.from_first(
+            lambda: [check_export(config, path, rows.documents), huggingface.unread_pickles_note(path)]
+        )
         world.from_first(lambda: check_tokenizer(rows.documents, path))
         rows = fitted(rows, path)
         if start is None and config.init == "moments":

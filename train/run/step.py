@@ -62,11 +62,11 @@ def finish_step(run: Run, log: Log | None, progress: Progress, step: Step, secon
     if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
         run.saver.finish()  # so that the checkpoint survives if the evaluation is killed
         most = config.evaluate.max_rows
-        scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.again)
+        scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.restart)
         if log:
             log.scores(progress, scores, say)
         if run.prompts is not None:
-            answers = generate(run.engine.trainee, run.prompts, run.world, run.watch.again)
+            answers = generate(run.engine.trainee, run.prompts, run.world, run.watch.restart)
             if log:
                 log.answers(progress, answers, say)
         if run.best is not None:
@@ -97,7 +97,7 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Reset the timer: called at each step, and at each row of an evaluation."""
         faulthandler.dump_traceback_later(self.seconds, exit=True)
 

@@ -111,7 +111,7 @@ def steps(run: Run, log: Log | None, say: Say) -> Progress:
     with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
 
         def on_step_begin() -> bool:
-            run.watch.again()
+            run.watch.restart()
             return stopped() or time_is_up(config)
 
         def on_step_end(progress: Progress, step: Step, seconds: float) -> bool:

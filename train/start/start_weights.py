@@ -135,7 +135,7 @@ def opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]:
     was added.
     """
     from converters.assets.files import has_tokenizer
-    from converters.assets.found_tokenizer import attached, load, named
+    from converters.assets.tokenizer_files import attached, load, named_in_yml
 
     tokenizer, settings = config.model.tokenizer, settings_of(config)
     source = open_checkpoint(path, settings)
@@ -144,7 +144,7 @@ def opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]:
     if tokenizer is not None and not tokenizer.exists():
         hint = "--model.tokenizer FILE; or null for none"
         raise SourceError(f"{tokenizer}, the tokenizer of {path}, is not there", hint)
-    loaded = load(tokenizer) if tokenizer is not None else named(path, None, config.model.config)
+    loaded = load(tokenizer) if tokenizer is not None else named_in_yml(path, None, config.model.config)
     if loaded is None:
         return source, ""
     source = open_checkpoint(path, replace(settings, vocab_size=loaded.size))

@@ -7,8 +7,8 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from converters.commands.diff_text import kinds, named, numbers
-from converters.commands.pages.template import filled
+from converters.commands.diff_text import key_of_kind, kinds, numbers
+from converters.commands.pages.template import render
 from converters.library.proving import Differences
 from converters.prove.diff import Difference
 from converters.prove.distances import DECADES, Distances
@@ -20,7 +20,7 @@ BARS = 64
 
 def page(differences: Differences, one: Path, two: Path) -> str:
     """The differences of two checkpoints as HTML."""
-    return filled("diff.html", facts(differences, one, two))
+    return render("diff.html", facts(differences, one, two))
 
 
 def facts(differences: Differences, one: Path, two: Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def facts(differences: Differences, one: Path, two: Path) -> dict[str, Any]:
         "one": str(one), "two": str(two),
         "compared": differences.compared, "differing": len(differences.tensors), "settings": list(differences.settings),
         "kinds": [
-            {"name": tensor, "key": named(differences, kind), "what": what,
+            {"name": tensor, "key": key_of_kind(differences, kind), "what": what,
              "numbers": f"{len(kind)} tensor{'s' * (len(kind) > 1)}",
              "tensors": [_tensor(differences, each) for each in kind]}
             for what, tensor, kind in kinds(differences)

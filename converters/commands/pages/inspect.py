@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.commands.inspect_text import inspect_rows
-from converters.commands.pages.template import filled, starred
+from converters.commands.pages.template import render, with_stars
 
 MOST_PLACES = 40_000
 """Most tensors that a page lists one by one; of a checkpoint with more, only the first of each kind."""
@@ -15,7 +15,7 @@ MOST_OF_KIND = 64
 
 def page(record: Mapping[str, Any]) -> str:
     """A checkpoint as HTML, from its record with the list of its tensors."""
-    return filled("inspect.html", facts(record))
+    return render("inspect.html", facts(record))
 
 
 def facts(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def facts(record: Mapping[str, Any]) -> dict[str, Any]:
         totals = files.setdefault(entry["file"], [0, 0])
         totals[0] += entry["bytes"]
         totals[1] += 1
-        kinds.setdefault((starred(entry["key"]), entry["dtype"]), []).append(entry)
+        kinds.setdefault((with_stars(entry["key"]), entry["dtype"]), []).append(entry)
     numbers = {name: number for number, name in enumerate(files)}
     brief = len(entries) > MOST_PLACES
     return {

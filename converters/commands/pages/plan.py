@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.commands.pages.template import filled, starred
+from converters.commands.pages.template import render, with_stars
 from converters.library.records import plan_record, rank_text
 from converters.plan.parts import Part
 from converters.plan.plan import Job, Plan
@@ -26,7 +26,7 @@ Where = Mapping[object, tuple[str, str]]
 
 def page(plan: Plan, target: str) -> str:
     """A plan as HTML; `target` names format and topology of what is written."""
-    return filled("plan.html", facts(plan, target))
+    return render("plan.html", facts(plan, target))
 
 
 def facts(plan: Plan, name: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def facts(plan: Plan, name: str) -> dict[str, Any]:
             "dtype": dtype,
             "edges": list(edges),
             "bytes": sum(job.nbytes for job in jobs),
-            "keys": list(dict.fromkeys(map(starred, _keys(jobs[0], sources, targets)))),
+            "keys": list(dict.fromkeys(map(with_stars, _keys(jobs[0], sources, targets)))),
             "jobs": [
                 {
                     "layer": job.layer, "copies": len(job.replicas),

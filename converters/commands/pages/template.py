@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 
-def filled(template: str, facts: Mapping[str, Any]) -> str:
+def render(template: str, facts: Mapping[str, Any]) -> str:
     """The HTML of a page; names from files are data in it, never markup.
 
     Args:
@@ -24,6 +24,6 @@ def filled(template: str, facts: Mapping[str, Any]) -> str:
     return page.replace("/*FACTS*/", data)
 
 
-def starred(key: str) -> str:
+def with_stars(key: str) -> str:
     """A key with a star in place of each number, those of its layer and its expert."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", key)

@@ -42,7 +42,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import spread
+from formats.layout.pieces import place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import Place, Slot
 from formats.layout.table import Rule
@@ -51,10 +51,10 @@ from formats.megatron.args.options import CORE
 from formats.megatron.classic import assets_of, spec_of
 from formats.megatron.shards import args_of, iteration_of, vocab_multiple
 from formats.model.spec import ModelSpec
-from formats.model.values import whole
+from formats.model.values import positive_int
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
-from formats.torch_files.pickle_values import Namespace, Opaque, keeps
+from formats.torch_files.pickle_values import Namespace, Opaque, is_plain
 
 NAME = MDS.name
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps", "tokens")
@@ -83,25 +83,25 @@ class MegatronDeepSpeed(Details):
         vocab_multiple: the rows of the vocabulary on each tensor-parallel rank were padded to a multiple of this.
         qkv: the order of query, key and value in the tree that wrote the checkpoint; None where several trees could
             have written the files.
-        stands: the values of `optimizer.OF_FILE` and `optimizer.OF_ARGS` in the files that are plain data.
+        progress: the values of `optimizer.OF_FILE` and `optimizer.OF_ARGS` in the files that are plain data.
     """
 
     iteration: int
     vocab_multiple: int
     qkv: str | None
-    stands: Mapping[str, Any]
+    progress: Mapping[str, Any]
 
 
 class _Opened(NamedTuple):
     """The opened files of a checkpoint, before it is decided whether weights or optimizer states are read.
 
-    `found` has the tensors of each layer file; it is empty for a universal checkpoint without layer files.
+    `tensors` has the tensors of each layer file; it is empty for a universal checkpoint without layer files.
     """
 
     run: Path
     tag: Path
     models: Mapping[int, TorchFile]
-    found: Mapping[str, Mapping[str, Fragment]]
+    tensors: Mapping[str, Mapping[str, Fragment]]
     first_layer: int
     tp: int
     spec: ModelSpec
@@ -110,7 +110,7 @@ class _Opened(NamedTuple):
     qkv: str
     assets: Path | None
     config: Mapping[str, Any] | None
-    wanted: list[Slot]
+    slots: list[Slot]
     settings: Settings
     notes: tuple[str, ...]
 
@@ -154,12 +154,14 @@ def detect(path: Path) -> bool:
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: read the pickles of its files, but no weights."""
     opened = _open(path, settings)
-    if settings.weights in (None, "module") and opened.found:
+    if settings.weights in (None, "module") and opened.tensors:
         return _checkpoint(opened, _placed(opened))
     if universal.is_universal(opened.tag):
-        bare = not opened.found
-        return modules.kept_whole(opened.tag, opened.models[0], settings, partial(_of_universal, opened), bare=bare)
-    return modules.kept(opened.tag, opened.models, settings, partial(_of_state, opened))
+        bare = not opened.tensors
+        return modules.requested_universal_state(
+            opened.tag, opened.models[0], settings, partial(_of_universal, opened), bare=bare
+        )
+    return modules.requested_state(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
@@ -189,9 +191,9 @@ def _open(path: Path, settings: Settings) -> _Opened:
     modules.require_ranks(models, TIES)
     args = _same_args(models)
     first = models[0]
-    tp = tp or whole(args.get("tensor_model_parallel_size"), "tensor_model_parallel_size", str(first.path))
+    tp = tp or positive_int(args.get("tensor_model_parallel_size"), "tensor_model_parallel_size", str(first.path))
     _require_topology(models, args, tp)
-    padded = whole(args.get("padded_vocab_size"), "padded_vocab_size", str(first.path))
+    padded = positive_int(args.get("padded_vocab_size"), "padded_vocab_size", str(first.path))
     keys = {key for tensors in by_file.values() for key in tensors}
     if bare:
         keys = {modules.key_of(name, EMBEDDING, tag)[1] for name in universal.names(tag)}
@@ -250,7 +252,7 @@ def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] |
     )
     if settings.vocab_size is not None or config is not None or vocab is None:
         return settings
-    return replace(settings, vocab_size=whole(vocab, "original_vocab_size", str(file.path)))
+    return replace(settings, vocab_size=positive_int(vocab, "original_vocab_size", str(file.path)))
 
 
 def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
@@ -263,7 +265,7 @@ def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
     for file in models.values():
         other = args_of(file)
         for name in SHARED:
-            if not _alike(other.get(name), args.get(name)):
+            if not _equal(other.get(name), args.get(name)):
                 raise SourceError(
                     f"{file.path} says {name} = {short(other.get(name))}, {models[0].path} {short(args.get(name))}: "
                     "they are of different models"
@@ -271,7 +273,7 @@ def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
     return args
 
 
-def _alike(first: Any, second: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Whether two values are equal; members of an enum are compared by class and arguments."""
     enums = [(value.module, value.name, value.args) for value in (first, second) if isinstance(value, Opaque)]
     return first == second or (len(enums) == 2 and enums[0] == enums[1])
@@ -358,15 +360,15 @@ def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state:
     held_whole = {
         Place(file): {key: part.whole for (at, key), part in parts.items() if at == file} for file, _ in parts
     }
-    placed, dropped = match(opened.wanted, held_whole, DROPS, opened.tag)
-    pieces = tuple(piece for each in placed for piece in spread(each, parts[each.slot.place.file, each.key]))
+    placed, dropped = match(opened.slots, held_whole, DROPS, opened.tag)
+    pieces = tuple(piece for each in placed for piece in place_pieces(each, parts[each.slot.place.file, each.key]))
     twins = _placed(opened)[0] if state == "fp32" else ()
     return _checkpoint(opened, (pieces, tuple(dropped)), twins)
 
 
 def _placed(opened: _Opened) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     placed, dropped = match(
-        opened.wanted, {Place(file): fragments for file, fragments in opened.found.items()}, DROPS, opened.tag
+        opened.slots, {Place(file): fragments for file, fragments in opened.tensors.items()}, DROPS, opened.tag
     )
     return tuple(placed), tuple(dropped)
 
@@ -382,17 +384,17 @@ def _of_universal(opened: _Opened, state: str) -> Checkpoint:
             "correct it with --vocab-size",
         )
     whole_slots = slots_of(spec, 1, rows, {opened.qkv}, opened.first_layer)
-    placed = cut_again.placed(parts, whole_slots, opened.wanted, DROPS, opened.tag)
-    twins = _placed(opened)[0] if state == "fp32" and opened.found else ()
+    placed = cut_again.placed(parts, whole_slots, opened.slots, DROPS, opened.tag)
+    twins = _placed(opened)[0] if state == "fp32" and opened.tensors else ()
     return replace(_checkpoint(opened, placed, twins), padded_vocab=rows)
 
 
-def _stands(file: TorchFile) -> dict[str, Any]:
+def _progress(file: TorchFile) -> dict[str, Any]:
     """Return the progress of the training that a model file records in plain data (`OF_FILE`, `OF_ARGS`)."""
     args = vars(file.value["args"])
     said = [(name, file.value.get(name)) for name in optimizer.OF_FILE]
     said += [(name, args.get(name)) for name in optimizer.OF_ARGS]
-    return {name: value for name, value in said if value is not None and keeps(value)}
+    return {name: value for name, value in said if value is not None and is_plain(value)}
 
 
 def _checkpoint(
@@ -408,14 +410,14 @@ def _checkpoint(
     iteration = iteration_of(opened.models[0])
     shown = {"iteration": iteration, "folder": opened.tag.name, "padded_vocab": rows}
     details = MegatronDeepSpeed(
-        kind="" if opened.found else UNIVERSAL,
+        kind="" if opened.tensors else UNIVERSAL,
         fresh="--finetune",
         shown=shown,
         arguments=tuple(args_of(opened.models[0])),
         iteration=iteration,
         vocab_multiple=opened.vocab_multiple,
         qkv=_tree(opened),
-        stands=_stands(opened.models[0]),
+        progress=_progress(opened.models[0]),
     )
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     return Checkpoint(

@@ -46,21 +46,21 @@ class Resumed(NamedTuple):
         states: which of `optimizer.STATES` are written.
         groups: the settings of parameters with weight decay, and of those without.
         step: how many updates the optimizer has made.
-        stands: the known values of OF_FILE and OF_ARGS, as a run of Megatron-DeepSpeed has them.
+        progress: the known values of OF_FILE and OF_ARGS, as a run of Megatron-DeepSpeed has them.
     """
 
     states: Collection[str]
     groups: tuple[Group, Group]
     step: int
-    stands: Mapping[str, Any]
+    progress: Mapping[str, Any]
 
 
-def standing(resumed: Resumed, family: str) -> dict[str, Any]:
+def progress_keys(resumed: Resumed, family: str) -> dict[str, Any]:
     """Return the keys of a model file for the progress of a training; an unknown schedule becomes a constant rate."""
     rate = resumed.groups[0].lr
-    told = {name: resumed.stands[name] for name in OF_FILE if resumed.stands.get(name) is not None}
-    told |= {"global_samples": resumed.stands[SAMPLES]} if SAMPLES in resumed.stands else {}
-    schedule = {"max_lr": rate, "min_lr": 0.0, "num_steps": resumed.stands.get(SAMPLES) or 0}
+    told = {name: resumed.progress[name] for name in OF_FILE if resumed.progress.get(name) is not None}
+    told |= {"global_samples": resumed.progress[SAMPLES]} if SAMPLES in resumed.progress else {}
+    schedule = {"max_lr": rate, "min_lr": 0.0, "num_steps": resumed.progress.get(SAMPLES) or 0}
     if FAMILIES[family] == OF_BIGSCIENCE:
         return {SCHEDULER: {**schedule, "warmup_steps": 0, "decay_steps": 1, "decay_style": "constant"}, **told}
     decay = resumed.groups[0].weight_decay

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from formats.deepspeed.modules import file_of, numbered, require_whole_heads
+from formats.deepspeed.modules import file_of, require_whole_heads, with_module_numbers
 from formats.layout.slots import Place, Slot, slots
 from formats.layout.table import rules
 from formats.model.spec import ModelSpec
@@ -78,7 +78,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first:
         first: the number of the first layer.
     """
     require_whole_heads(spec, tp)
-    table = numbered(TABLE, norm_number(first, spec.layers))
+    table = with_module_numbers(TABLE, norm_number(first, spec.layers))
     for rank in range(tp):
         for slot in slots(
             table,

@@ -24,7 +24,7 @@ from formats.errors import RefusedError, UsageError
 from formats.megatron.args.options import main_dtype
 from formats.megatron.classic import FLAGS
 from formats.model.spec import ModelSpec
-from formats.torch_files.archive_writer import Held, archived
+from formats.torch_files.archive_writer import TensorEntry, archived
 from formats.torch_files.pickle_values import Dtype, Namespace
 
 INFO = "universal_checkpoint_info"
@@ -83,8 +83,8 @@ def write(
     qkv, beside = _order(spec, options), dict[str, Any]()
     if resumed:
         optimizer.require_padding(spec, padded, options.tp)
-        args |= {name: resumed.stands[name] for name in optimizer.OF_ARGS if name in resumed.stands}
-        beside = optimizer.standing(resumed, spec.family)
+        args |= {name: resumed.progress[name] for name in optimizer.OF_ARGS if name in resumed.progress}
+        beside = optimizer.progress_keys(resumed, spec.family)
         beside |= {
             "skipped_steps": optimizer.skipped(resumed, options.iteration),
             "optimizer": None,
@@ -95,7 +95,7 @@ def write(
                 "padded_vocab_size": padded,
             },
         }
-    by_file: dict[str, list[Held]] = {}
+    by_file: dict[str, list[TensorEntry]] = {}
     for slot in slots_of(spec, options.tp, padded, {qkv}, FAMILIES[spec.family]):
         key = slot.keys[0].partition(".")[2]
         by_file.setdefault(slot.place.file, []).append((key, slot, slot.shape, slot_dtype(slot, dtypes)))
@@ -153,6 +153,6 @@ def _state(spec: ModelSpec, args: Mapping[str, Any], qkv: str, options: Options)
     }
 
 
-def _archived(path: Path, tensors: list[Held] | tuple[()], state: Mapping[str, Any] | None = None) -> OutputFile:
+def _archived(path: Path, tensors: list[TensorEntry] | tuple[()], state: Mapping[str, Any] | None = None) -> OutputFile:
     """Lay out a file that records its own name, as torch.save does, so that a reader refuses swapped ranks."""
     return archived(path, tensors, lambda refs: OrderedDict(refs) if state is None else dict(state), path.stem)

@@ -31,7 +31,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import Scattered, spread
+from formats.layout.pieces import Scattered, place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import Place, Slot
 from formats.layout.table import Rule
@@ -132,31 +132,33 @@ class _Model(NamedTuple):
 class _Opened(NamedTuple):
     """The opened files of a checkpoint, for its weights and its optimizer states alike.
 
-    `found` has the tensors of each file; it is empty for a universal checkpoint without weights beside it. `layered`:
+    `tensors` has the tensors of each file; it is empty for a universal checkpoint without weights beside it. `layered`:
     each module has files of its own, as in a pipeline.
     """
 
     run: Path
     tag: Path
     models: Mapping[int, TorchFile]
-    found: Mapping[str, Mapping[str, Fragment]]
+    tensors: Mapping[str, Mapping[str, Fragment]]
     tp: int
     layered: bool
     model: _Model
-    wanted: list[Slot]
+    slots: list[Slot]
     settings: Settings
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: read the pickles of its files, but no weights."""
     opened = _open(path, settings)
-    if settings.weights in (None, "module") and opened.found:
-        pieces, dropped = _place(opened, opened.found, {})
+    if settings.weights in (None, "module") and opened.tensors:
+        pieces, dropped = _place(opened, opened.tensors, {})
         return _checkpoint(opened, pieces, dropped)
     if universal.is_universal(opened.tag):
-        bare = not opened.found
-        return modules.kept_whole(opened.tag, opened.models[0], settings, partial(_of_universal, opened), bare=bare)
-    return modules.kept(opened.tag, opened.models, settings, partial(_of_state, opened))
+        bare = not opened.tensors
+        return modules.requested_universal_state(
+            opened.tag, opened.models[0], settings, partial(_of_universal, opened), bare=bare
+        )
+    return modules.requested_state(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
@@ -250,8 +252,8 @@ def _of_universal(opened: _Opened, state: str) -> Checkpoint:
         )
     parts = _parts(opened.tag, opened.models, state, opened.tp)
     whole = slots_of(model.spec, 1, model.padded, {model.qkv, model.mlp}, layered=layered)
-    pieces, dropped = cut_again.placed(parts, whole, opened.wanted, DROPS, opened.tag)
-    twins = _place(opened, opened.found, {})[0] if state == "fp32" and opened.found else ()
+    pieces, dropped = cut_again.placed(parts, whole, opened.slots, DROPS, opened.tag)
+    twins = _place(opened, opened.tensors, {})[0] if state == "fp32" and opened.tensors else ()
     return _checkpoint(opened, pieces, dropped, twins)
 
 
@@ -260,7 +262,7 @@ def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state:
     parts = modules.masters(opened.models, opened.tp, partitions, state, 0, layered=opened.layered)
     whole = {file: {key: tensor.whole for (at, key), tensor in parts.items() if at == file} for file, _ in parts}
     pieces, dropped = _place(opened, whole, parts)
-    twins = _place(opened, opened.found, {})[0] if state == "fp32" else ()
+    twins = _place(opened, opened.tensors, {})[0] if state == "fp32" else ()
     return _checkpoint(opened, pieces, dropped, twins)
 
 
@@ -271,7 +273,7 @@ def _checkpoint(
     iteration = head.get("iteration")
     details = Neox(
         fresh="finetune: true",
-        kind="" if opened.found else UNIVERSAL,
+        kind="" if opened.tensors else UNIVERSAL,
         shown={"iteration": iteration, "folder": opened.tag.name, "padded_vocab": model.padded},
         arguments=tuple(model.yml),
         iteration=iteration,
@@ -303,13 +305,13 @@ def _place(
 
         tensors, parts = gqa_order.split(opened.model.spec, tensors, parts, opened.tp)
     placed, dropped = match(
-        opened.wanted, {Place(file): of_file for file, of_file in tensors.items()}, DROPS, opened.tag
+        opened.slots, {Place(file): of_file for file, of_file in tensors.items()}, DROPS, opened.tag
     )
     pieces = (
         piece
         for placed_tensor in placed
         for piece in (
-            spread(placed_tensor, parts[placed_tensor.slot.place.file, placed_tensor.key])
+            place_pieces(placed_tensor, parts[placed_tensor.slot.place.file, placed_tensor.key])
             if (placed_tensor.slot.place.file, placed_tensor.key) in parts
             else [placed_tensor]
         )

@@ -17,7 +17,7 @@ from formats.disk.handle import opened
 from formats.disk.safetensors import DTYPES, Fragment, read_into
 from formats.errors import OptionNeededError, RefusedError
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import Scattered, scattered, whole_part
+from formats.layout.pieces import Scattered, from_pieces, whole_part
 from formats.model.spec import ModelSpec
 
 QKV = "attention.query_key_value.weight"
@@ -26,10 +26,10 @@ PROBED = 4
 MOST, LEAST = 0.5, 0.1
 """In each probed layer the right layout explains at least `MOST` of the variance of the rows' lengths, the other layout
 at most `LEAST`. The rows of a head are alike, so that a test of significance would call every layout significant."""
-Found = Mapping[str, Mapping[str, Fragment]]
+Tensors = Mapping[str, Mapping[str, Fragment]]
 
 
-def choose(spec: ModelSpec, by_file: Found, tp: int, layout: str, old: bool) -> tuple[str, list[str]]:
+def choose(spec: ModelSpec, by_file: Tensors, tp: int, layout: str, old: bool) -> tuple[str, list[str]]:
     """The layout of a checkpoint as a condition of table rows, and notes for the user on it.
 
     Args:
@@ -76,7 +76,7 @@ def _blocks(spec: ModelSpec, tp: int) -> Iterator[tuple[str, int, int, int]]:
 
 
 def split(
-    spec: ModelSpec, by_file: Found, parts: Mapping[tuple[str, str], Scattered], tp: int
+    spec: ModelSpec, by_file: Tensors, parts: Mapping[tuple[str, str], Scattered], tp: int
 ) -> tuple[dict[str, dict[str, Fragment]], dict[tuple[str, str], Scattered]]:
     """Split each fused tensor of a grouped checkpoint into query, key and value, under the keys of the table for them.
 
@@ -108,7 +108,7 @@ def split(
                 shape = (heads // tp * spec.head_dim, spec.hidden)
                 mine = [tensor_parts[1:] for tensor_parts in _blocks(spec, tp) if tensor_parts[0] == tensor]
                 cut = [piece for copy in flat for piece in _rows(copy, mine, spec.hidden)]
-                tensor_parts = scattered(f"{key}:{tensor}", shape, whole.dtype, cut)
+                tensor_parts = from_pieces(f"{key}:{tensor}", shape, whole.dtype, cut)
                 pieces[file, f"{key}:{tensor}"] = tensor_parts
                 tensors[file][f"{key}:{tensor}"] = tensor_parts.whole
     return tensors, pieces
@@ -151,7 +151,7 @@ def _rows(flat: list[tuple[int, int, Fragment]], blocks: list[tuple[int, int, in
 # --- the layout of some weights --------------------------------------------------------------------------------------
 
 
-def _seen(spec: ModelSpec, by_file: Found, tp: int) -> tuple[str | None, str]:
+def _seen(spec: ModelSpec, by_file: Tensors, tp: int) -> tuple[str | None, str]:
     """The layout that the weights have, None if there is doubt, and the figures that support it, as text.
 
     Queries, keys and values have rows of different length in a trained model. Of the two ways to sort the rows into

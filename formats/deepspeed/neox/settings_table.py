@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.errors import UnsupportedError, short
 from formats.model.codec import Codec, Context, Maker, Spelled, opposite, rows, same, scalar
-from formats.model.values import real, whole
+from formats.model.values import positive_float, positive_int
 
 TABLE = """
 layers               num_layers
@@ -89,7 +89,7 @@ def groups(key: str) -> Codec:
 def window(key: str) -> Codec:
     """A codec of a window, which counts the token itself; null overrules that of a kept yml if the model has none."""
     return Codec(
-        lambda spelled, context: whole(spelled[key], key, context.where) + 1 if key in spelled else None,
+        lambda spelled, context: positive_int(spelled[key], key, context.where) + 1 if key in spelled else None,
         lambda value, context: {key: value - 1} if value else dict.fromkeys({key} & {*context.file}),
     )
 
@@ -118,12 +118,14 @@ def yarn_of(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """
     if not config.get("yarn"):
         return None
-    original = whole(config.get(YARN_ORIGINAL), YARN_ORIGINAL, where)
+    original = positive_int(config.get(YARN_ORIGINAL), YARN_ORIGINAL, where)
     factor = number(config.get("yarn_factor"))
     if factor is None:
-        factor = whole(config.get("seq_length"), "seq_length", where) / original
-    factor = real(factor, "yarn_factor", where)
-    scale, fast, slow = (real(number(config.get(name, usual)), name, where) for name, usual in YARN_USUAL.items())
+        factor = positive_int(config.get("seq_length"), "seq_length", where) / original
+    factor = positive_float(factor, "yarn_factor", where)
+    scale, fast, slow = (
+        positive_float(number(config.get(name, usual)), name, where) for name, usual in YARN_USUAL.items()
+    )
     return {
         "rope_type": "yarn",
         "factor": factor,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from formats.deepspeed.modules import file_of, numbered, require_whole_heads
+from formats.deepspeed.modules import file_of, require_whole_heads, with_module_numbers
 from formats.families import family_named
 from formats.layout.slots import Place, Slot
 from formats.layout.table import rules
@@ -77,7 +77,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
         layered: whether each module has files of its own, as in a pipeline; else a sequential checkpoint.
     """
     require_whole_heads(spec, tp)
-    table = numbered(TABLES[family_named(spec.family).neox], spec.layers + FIRST_LAYER + 1)
+    table = with_module_numbers(TABLES[family_named(spec.family).neox], spec.layers + FIRST_LAYER + 1)
     residual = {"serial"} if spec.parallel_residual is None else set[str]()  # fixed for the family
     layers = [(layer + FIRST_LAYER, layer) for layer in range(spec.layers)]
     for rank in range(tp):

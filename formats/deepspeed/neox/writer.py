@@ -20,7 +20,7 @@ from formats.deepspeed.neox.yml_file import dump_yml
 from formats.errors import RefusedError
 from formats.layout.slots import Slot
 from formats.model.spec import ModelSpec
-from formats.torch_files.archive_writer import Held, archived
+from formats.torch_files.archive_writer import TensorEntry, archived
 from formats.torch_files.pickle_values import TensorRef
 
 YML = "configs/model.yml"
@@ -62,9 +62,9 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
         raise RefusedError(f"{spec.ffn} rows of the MLP do not divide over tp = {options.tp}")
     conditions = {"mha" if spec.kv_heads == spec.heads else "gqa", "fused"}
     tag = f"global_step{options.iteration}"
-    by_file: dict[str, list[Held]] = {}
+    by_file: dict[str, list[TensorEntry]] = {}
     for slot in slots_of(spec, options.tp, padded, conditions, layered=options.pp > 0):
-        by_file.setdefault(slot.place.file, []).append(_held(slot, dtypes, layered=options.pp > 0))
+        by_file.setdefault(slot.place.file, []).append(_tensor(slot, dtypes, layered=options.pp > 0))
     head = _head(spec, options, padded)
     files = [_file(root / tag / name, tensors, head, layered=options.pp > 0) for name, tensors in by_file.items()]
     if options.pp:
@@ -74,7 +74,7 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     return Target(tuple(files), texts, {}, tag)
 
 
-def _held(slot: Slot, dtypes: Mapping[tuple[str, int | None], str], *, layered: bool) -> Held:
+def _tensor(slot: Slot, dtypes: Mapping[tuple[str, int | None], str], *, layered: bool) -> TensorEntry:
     """A tensor to write, with its key in the file; of a bias that ranks sum up the first has all, the others zeros."""
     key = slot.keys[0].partition(".")[2] if layered else f"sequential.{slot.keys[0]}"
     zeros = "partial" in slot.rule.conditions and slot.replica
@@ -103,12 +103,14 @@ def _head(spec: ModelSpec, options: Options, padded: int) -> dict[str, Any]:
     }
 
 
-def _archived(path: Path, tensors: Sequence[Held], value: Callable[[Mapping[str, TensorRef]], Any]) -> OutputFile:
+def _archived(
+    path: Path, tensors: Sequence[TensorEntry], value: Callable[[Mapping[str, TensorRef]], Any]
+) -> OutputFile:
     """A file that holds its own name, as those of torch.save do, so that a reader refuses swapped ranks."""
     return archived(path, tensors, value, path.stem)
 
 
-def _file(path: Path, tensors: list[Held], head: Mapping[str, Any], *, layered: bool) -> OutputFile:
+def _file(path: Path, tensors: list[TensorEntry], head: Mapping[str, Any], *, layered: bool) -> OutputFile:
     if layered:
         return _archived(path, tensors, OrderedDict)
     return _archived(path, tensors, lambda refs: {"module": OrderedDict(refs), **head})

@@ -13,11 +13,11 @@ from typing import Any
 from formats.deepspeed.neox.settings_table import CONDITIONS, FUSED, ROWS, WINDOW, number, yarn_of
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
-from formats.model.checks import checked, unsaid
+from formats.model.checks import checked, lost_setting
 from formats.model.codec import read, write
 from formats.model.settings import corrected
 from formats.model.spec import ModelSpec
-from formats.model.values import MOST_LAYERS, real, whole
+from formats.model.values import MOST_LAYERS, positive_float, positive_int
 
 DEFAULTS = {
     "rotary_emb_base": 10000, "no_weight_tying": False, "rms_norm_epsilon": 1e-8, "layernorm_epsilon": 1e-5,
@@ -102,8 +102,8 @@ def from_neox(
         raise UnsupportedError(f"{where}: pos_emb = {short(positions)} is not supported, only {supported}")
     kind = _kind_of(config, {NORMS[norm], positions}, biases, where)
     spelled = {**DEFAULTS, **config} | ({WINDOW: None} if "sliding_window" in settings else {})
-    heads = whole(config.get("num_attention_heads"), "heads", where)
-    hidden = whole(config.get("hidden_size"), "hidden", where)
+    heads = positive_int(config.get("num_attention_heads"), "heads", where)
+    hidden = positive_int(config.get("hidden_size"), "hidden", where)
     known = {"ffn": ffn, "vocab": vocab, "head_dim": hidden // heads}
     values = read(ROWS, spelled, CONDITIONS[kind], where, known)
     values["family"] = _family(kind, bool(config.get(WINDOW)), family)
@@ -141,7 +141,7 @@ def _kind_of(config: Mapping[str, Any], conditions: Collection[str], biases: boo
     """
     activation, parallel = config.get("activation", "gelu"), config.get("gpt_j_residual", False)
     rotary = "rotary" in conditions
-    fraction = real(number(config.get("rotary_pct", 1.0)), "rotary_fraction", where) if rotary else 0.0
+    fraction = positive_float(number(config.get("rotary_pct", 1.0)), "rotary_fraction", where) if rotary else 0.0
     grouped = config.get("num_kv_heads") not in (None, config.get("num_attention_heads"))
     plain_mlp = activation == "gelu" and config.get("mlp_type", "regular") == "regular"
     whole_layers = plain_mlp and biases and not grouped
@@ -209,7 +209,7 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
     if spec.sliding_window == 1:
         raise UnsupportedError(f"sliding_window = 1 is not supported for GPT-NeoX: {WINDOW} would be 0")
     kind = _kind(spec)
-    if lost := unsaid(ROWS, CONDITIONS[kind], spec):
+    if lost := lost_setting(ROWS, CONDITIONS[kind], spec):
         raise UnsupportedError(f"GPT-NeoX has no {lost}")
     kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
     topology = {"pipe_parallel_size": pp, "model_parallel_size": tp, "make_vocab_size_divisible_by": multiple}

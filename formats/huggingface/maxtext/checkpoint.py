@@ -22,7 +22,7 @@ from typing import Any
 
 from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
 from formats.disk.chunks import DTYPES, Array, Store, arrays
-from formats.disk.handle import is_elsewhere
+from formats.disk.handle import is_remote
 from formats.disk.safetensors import DTYPES as SIZES
 from formats.disk.safetensors import FLOATS
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
@@ -31,7 +31,7 @@ from formats.huggingface import MAXTEXT
 from formats.huggingface import folder as huggingface
 from formats.huggingface.maxtext.orbax import METADATA, Tree, read_tree, tensor_of
 from formats.huggingface.maxtext.tables import FAMILIES, ROOTED, TABLES, slots_of
-from formats.layout.pieces import Scattered, match_pieces, unstacked
+from formats.layout.pieces import Scattered, match_pieces, unstack
 from formats.layout.placed import Placed
 from formats.layout.table import Rule
 from formats.model.spec import ModelSpec
@@ -87,7 +87,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     """
     if any(UNFINISHED in folder.name for folder in (path, path.parent)):
         raise SourceError(f"{path} is a save that Orbax has not finished", "take another step")
-    if is_elsewhere(path):
+    if is_remote(path):
         raise UnsupportedError(f"{path} is in a store, where checkpoints of Orbax are not read", "copy it to a disk")
     home = locate(path)
     _require_single(path, home)
@@ -245,7 +245,7 @@ def _by_layer(key: str, name: str, array: Array, store: Store, spec: ModelSpec) 
             "second dimension",
             "check that the config belongs to these weights; another param_scan_axis than 1 is not read",
         )
-    parts = unstacked(tensor_of(store, name, array, LAYERS), LAYERS)
+    parts = unstack(tensor_of(store, name, array, LAYERS), LAYERS)
     return {f"decoder.layers_{layer}.{match[1]}": part for layer, part in enumerate(parts)}
 
 

@@ -22,7 +22,7 @@ from formats.disk.json_file import read_json
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import Scattered, scattered
+from formats.layout.pieces import Scattered, from_pieces
 
 METADATA, MANIFEST = "_METADATA", "manifest.ocdbt"
 NO_ARRAY = ("None", "Dict", "List", "Tuple", "NamedTuple")
@@ -112,7 +112,7 @@ def tensor_of(store: Store, name: str, array: Array, outer: int = 0) -> Scattere
     count = prod(-(-size // part) for size, part in zip(array.shape, array.chunk, strict=True))
     if count > MOST_CHUNKS:
         raise SourceError(f"{store.folder}: {name} {list(array.shape)} is in {count} chunks of {list(array.chunk)}")
-    return scattered(name, array.shape, DTYPES[array.dtype], _pieces(store, name, array, outer))
+    return from_pieces(name, array.shape, DTYPES[array.dtype], _pieces(store, name, array, outer))
 
 
 def _pieces(store: Store, name: str, array: Array, outer: int) -> Iterator[Piece]:

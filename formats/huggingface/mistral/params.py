@@ -16,7 +16,7 @@ from typing import Any
 from formats.checkpoint import Settings
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.model.checks import checked, unsaid
+from formats.model.checks import checked, lost_setting
 from formats.model.codec import Codec, Context, Spelled, read, rows, same, scalar, write
 from formats.model.settings import corrected
 from formats.model.spec import ModelSpec, differences
@@ -115,7 +115,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         RefusedError: params.json has no key for a setting of the model.
     """
-    lost = unsaid(TABLE, _conditions(spec.family), spec)
+    lost = lost_setting(TABLE, _conditions(spec.family), spec)
     lost = lost or ("" if spec.rope_scaling is None else f"rope_scaling = {short(spec.rope_scaling)}")
     lost = lost or ("tied = True" if spec.tied else "")
     if lost:

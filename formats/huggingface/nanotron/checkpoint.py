@@ -115,7 +115,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     padded = settings_file[model_config.VOCAB]
     slots = slots_of(spec, padded, neighbours=neighbours)
     _require_all(slots, files, home)
-    _, pieces, dropped = match_pieces(slots, shards.together(files), (), home)
+    _, pieces, dropped = match_pieces(slots, shards.pieces_by_parameter(files), (), home)
     shards.require_own_parts(files, slots)
     step = _step(metadata, home)
     return Checkpoint(
@@ -123,7 +123,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tuple(sorted({file.fragment.path for file in files})), topology, assets,
         Nanotron(
             step=step,
-            samples=_counted(metadata, SAMPLES),
+            samples=_counter(metadata, SAMPLES),
             neighbours=neighbours,
             fresh=FRESH,
             shown={"step": step} | ({"padded_vocab": padded} if padded != spec.vocab else {}),
@@ -154,7 +154,7 @@ def _step(metadata: Mapping[str, Any], home: Path) -> int | None:
     Raises:
         SourceError: the folder is named after another step (trainer.py `save_checkpoint` writes the same number).
     """
-    step, name = _counted(metadata, STEP), home.resolve().name
+    step, name = _counter(metadata, STEP), home.resolve().name
     if step and re.fullmatch("[0-9]+", name) and name != str(step):
         raise SourceError(
             f"{home / METADATA} says {STEP} = {step}, the folder is that of step {name}",
@@ -164,7 +164,7 @@ def _step(metadata: Mapping[str, Any], home: Path) -> int | None:
     return step
 
 
-def _counted(metadata: Mapping[str, Any], key: str) -> int | None:
+def _counter(metadata: Mapping[str, Any], key: str) -> int | None:
     """Return a counter in `metas` of the metadata; None where it is absent."""
     metas = metadata.get("metas")
     number = metas.get(key) if isinstance(metas, Mapping) else None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.model.codec import Codec, Context, Maker, Spelled, same, scalar
-from formats.model.values import real, some_layers, truth, whole
+from formats.model.values import boolean, positive_float, positive_int, some_layers
 
 T = TypeVar("T")
 LLAMA, QWEN2 = "llama", "qwen2"
@@ -49,7 +49,7 @@ def _flag(key: str) -> Codec:
     """The codec of a boolean key that is false where it is absent."""
     return scalar(
         key,
-        lambda value, context: value is not None and checked_in_file(truth, value, key, context.where, FLAG),
+        lambda value, context: value is not None and checked_in_file(boolean, value, key, context.where, FLAG),
         lambda value, _: value,
     )
 
@@ -66,7 +66,7 @@ def _head_dim() -> Codec:
 
     def read_size(_: Spelled, context: Context) -> int:
         hidden, heads = (
-            checked_in_file(whole, context.values[name], key, context.where, COUNT)
+            checked_in_file(positive_int, context.values[name], key, context.where, COUNT)
             for name, key in (("hidden", "hidden_size"), ("heads", "num_attention_heads"))
         )
         if hidden % heads:
@@ -88,7 +88,7 @@ def _neighbours(key: str) -> Codec:
     def read_order(value: Any, context: Context) -> bool:
         if value is None and not context.file.get(MARKS[LLAMA]):
             raise SourceError(f"{context.where} does not say {key}, and there is no safe default")
-        return value is None or checked_in_file(truth, value, key, context.where, FLAG)
+        return value is None or checked_in_file(boolean, value, key, context.where, FLAG)
 
     return scalar(key, read_order, lambda *_: False)
 
@@ -112,7 +112,7 @@ def _interpolation(key: str) -> Codec:
             else {
                 "rope_type": "linear",
                 "factor": checked_in_file(
-                    real, factor, key, context.where, "a finite number above 0, or null for none"
+                    positive_float, factor, key, context.where, "a finite number above 0, or null for none"
                 ),
             }
         )
@@ -151,7 +151,11 @@ def _nope_layers(key: str) -> Codec:
     """The codec of `no_rope_layer` = n: every n-th layer has no rotary embedding (models/qwen.py `_forward_packed`)."""
 
     def read_layers(every: Any, context: Context) -> tuple[int, ...]:
-        step = 0 if every is None else checked_in_file(whole, every, key, context.where, f"{COUNT}, or null for none")
+        step = (
+            0
+            if every is None
+            else checked_in_file(positive_int, every, key, context.where, f"{COUNT}, or null for none")
+        )
         return tuple(layer for layer in some_layers(context.values["layers"]) if step and (layer + 1) % step == 0)
 
     def written_step(layers: tuple[int, ...] | None, context: Context) -> int | None:

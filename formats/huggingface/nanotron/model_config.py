@@ -19,11 +19,11 @@ from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface.nanotron import special_tokens
 from formats.huggingface.nanotron.codecs import CODECS, COUNT, LLAMA, MARKS, QWEN2, checked_in_file
-from formats.model.checks import checked, unsaid
+from formats.model.checks import checked, lost_setting
 from formats.model.codec import read, rows, write
 from formats.model.settings import FIXED, TYPES, corrected
 from formats.model.spec import ModelSpec, differences
-from formats.model.values import whole
+from formats.model.values import positive_int
 
 NAME = "model_config.json"
 EXPERTS, DENSE = "experts", "no experts"
@@ -132,7 +132,7 @@ def read_config(
     values = read(TABLE, flat, conditions, where)
     neighbours, biased = values.pop("neighbours"), values.pop("biased", False)
     values |= settings.values
-    padded = checked_in_file(whole, flat.get(VOCAB), VOCAB, where, COUNT)
+    padded = checked_in_file(positive_int, flat.get(VOCAB), VOCAB, where, COUNT)
     tokens = settings.vocab_size or settings.values.get("vocab")
     if tokens and tokens > padded:
         raise RefusedError(
@@ -203,7 +203,7 @@ def written_config(spec: ModelSpec, padded: int, config: Mapping[str, Any]) -> d
     beyond_llama = biased or spec.sliding_window or spec.nope_layers or spec.rope_scaling
     kind = QWEN2 if beyond_llama else LLAMA
     conditions = _conditions(kind, bool(spec.experts))
-    lost = unsaid(TABLE, conditions, spec)
+    lost = lost_setting(TABLE, conditions, spec)
     lost = lost or (f"{', '.join(spec.biases)}" if spec.biases else "")
     if lost:
         raise RefusedError(f"nanotron has no {lost}")

@@ -35,11 +35,11 @@ from formats.errors import SourceError, UnsupportedError, short, some
 from formats.huggingface.nanotron.checkpoint import METADATA, STEP, Nanotron
 from formats.huggingface.nanotron.tables import slots_of
 from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import Scattered, match_pieces, scattered, whole_part
+from formats.layout.pieces import Scattered, from_pieces, match_pieces, whole_part
 from formats.layout.placed import files_of
 from formats.layout.slots import Slot
 from formats.model.spec import ModelSpec
-from formats.optimizer import STATES, Group, Optimizer, group_of, number_of, whose, why_not
+from formats.optimizer import STATES, Group, Optimizer, group_of, number_of, refusal_hint, whose
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import TensorRef
@@ -121,7 +121,7 @@ def read(source: Checkpoint) -> Optimizer:
         pieces = [
             piece
             for tp, slots in by_rank.items()
-            for piece in match_pieces(slots, _together(shares, slots, tp, state, sizes), (), folder)[1]
+            for piece in match_pieces(slots, _joined_state(shares, slots, tp, state, sizes), (), folder)[1]
         ]
         twins = source.tensors if state == STATES[0] else ()
         of_state = tuple(sorted(files_of(pieces)))
@@ -237,7 +237,7 @@ def _parse(file: TorchFile) -> Share:
             raise UnsupportedError(
                 f"{where}: its optimizer{whose(others)} keeps {some(others, 4)} of {names[number]}, and only AdamW's "
                 "states are carried",
-                why_not(others),
+                refusal_hint(others),
             )
         steps[names[number]] = number_of(plain(file, about["step"], "a step"), f"{where}: the step of {names[number]}")
         for state in STATES[1:]:
@@ -356,7 +356,7 @@ def _groups(shares: Mapping[Ranks, Share], slots: Iterable[Slot]) -> dict[tuple[
 # --- joining states --------------------------------------------------------------------------------------------------
 
 
-def _together(
+def _joined_state(
     shares: Mapping[Ranks, Share], slots: Iterable[Slot], tp: int, state: str, sizes: Mapping[str, int]
 ) -> dict[str, Scattered]:
     """Return one state of each parameter, as a tensor-parallel rank has it, joined from its files.
@@ -374,7 +374,7 @@ def _together(
                 pieces.append(_piece(fragment, slot, ranks.dp, sizes.get("dp", 1), f"{state} of {key}"))
         if not pieces:
             raise SourceError(f"{FOLDER}: tensor parallel rank {tp} has no {state} of {key}", COPY)
-        together[key] = scattered(f"{state} of {key}", slot.shape, pieces[0].fragment.dtype, pieces)
+        together[key] = from_pieces(f"{state} of {key}", slot.shape, pieces[0].fragment.dtype, pieces)
     return together
 
 

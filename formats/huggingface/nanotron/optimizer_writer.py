@@ -24,7 +24,7 @@ from formats.huggingface.nanotron.tables import slots_of
 from formats.layout.slots import Slot
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES, Group, Optimizer, step_tensor
-from formats.torch_files.archive_writer import Held, archived
+from formats.torch_files.archive_writer import TensorEntry, archived
 from formats.torch_files.pickle_values import TensorRef
 
 EMBEDDING, NORM, HEAD = "model.token_position_embeddings.", "model.final_layer_norm.", "model.lm_head."
@@ -158,7 +158,7 @@ def _file(path: Path, parameters: Sequence[Slot], optimizer: Optimizer) -> Outpu
     """Lay out the file of a rank, in the form in which torch.save writes the optimizer's `state_dict()`."""
     treated = [_group(slot, optimizer) for slot in parameters]
     step = step_tensor(optimizer.updates(path))
-    states: dict[str, list[Held]] = {
+    states: dict[str, list[TensorEntry]] = {
         state: [(f"{state} {slot.keys[0]}", slot, slot.shape, slot_dtype(slot, dtypes)) for slot in parameters]
         for state, dtypes in optimizer.dtypes.items()
     }

@@ -28,7 +28,7 @@ from formats.layout.boxes import overlap
 from formats.layout.columns import Cut, Piece
 from formats.layout.lowering import shape as shape_of
 from formats.layout.pattern import splits
-from formats.layout.pieces import Scattered, in_one, scattered
+from formats.layout.pieces import Scattered, from_pieces, single_piece
 from formats.layout.slots import Slot
 
 FOLDER = "model"
@@ -141,7 +141,7 @@ def topology(files: Iterable[Shard], where: Path) -> dict[str, int]:
     return {"tp": tp, "pp": pp}
 
 
-def together(files: Sequence[Shard]) -> dict[str, Scattered]:
+def pieces_by_parameter(files: Sequence[Shard]) -> dict[str, Scattered]:
     """Return each parameter as the pieces in its files, by name.
 
     Raises:
@@ -150,17 +150,17 @@ def together(files: Sequence[Shard]) -> dict[str, Scattered]:
     by_key: dict[str, list[Shard]] = {}
     for file in files:
         by_key.setdefault(file.key, []).append(file)
-    return {key: _together(key, parts) for key, parts in by_key.items()}
+    return {key: _pieces_of_parameter(key, parts) for key, parts in by_key.items()}
 
 
-def _together(key: str, files: list[Shard]) -> Scattered:
+def _pieces_of_parameter(key: str, files: list[Shard]) -> Scattered:
     first = files[0]
     if first.rank is None:
         if len(files) > 1:
             raise SourceError(
                 f"{first.fragment.path} is whole, and {files[1].fragment.path} a part of the same parameter"
             )
-        return in_one(key, first.fragment)
+        return single_piece(key, first.fragment)
     ranks = [file.rank.tp for file in files if file.rank]
     if {*ranks} != {*range(first.rank.tps)} or len(ranks) != first.rank.tps:
         raise SourceError(
@@ -171,7 +171,7 @@ def _together(key: str, files: list[Shard]) -> Scattered:
         if shape != shapes[first.fragment.path]:
             raise SourceError(f"{path} says {SHAPE} {list(shape)}, {first.fragment.path} another one")
     pieces = [piece for file in files for piece in _pieces(file, shapes[file.fragment.path])]
-    return scattered(key, shapes[first.fragment.path], first.fragment.dtype, pieces)
+    return from_pieces(key, shapes[first.fragment.path], first.fragment.dtype, pieces)
 
 
 def _shape(file: Shard) -> tuple[int, ...]:

@@ -13,14 +13,14 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args.table import PATTERN
-from formats.megatron.args.versions import FAILS, by_name, heeded, ignored, version_of
+from formats.megatron.args.versions import FAILS, by_name, effective_args, ignored, version_of
 from formats.model.spec import ModelSpec
 
 Args = Mapping[str, Any]
 Scaling = Mapping[str, Any] | None
 
 
-def named(args: Args, settings: Mapping[str, Any], where: str) -> Args:
+def with_both_names(args: Args, settings: Mapping[str, Any], where: str) -> Args:
     """The args; arguments that have two names have under both the value that the version of the checkpoint reads.
 
     Raises:
@@ -74,7 +74,7 @@ def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | 
     if changed:
         ways += [_way(base.rope_scaling, "as in the config")] if base and base.rope_scaling else []
     else:
-        computed = _reading(heeded(args, version), read)
+        computed = _reading(effective_args(args, version), read)
         if computed == written:
             return read(args)
         ways += [_way(computed[0], f"stock Megatron-LM {version}")] if computed else []

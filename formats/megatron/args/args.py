@@ -14,11 +14,11 @@ from formats.families import family_named
 from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
 from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
-from formats.model.checks import checked, layers_of, unsaid
+from formats.model.checks import checked, layers_of, lost_setting
 from formats.model.codec import read, write
 from formats.model.settings import FIXED, corrected
 from formats.model.spec import ModelSpec, differences
-from formats.model.values import whole
+from formats.model.values import positive_int
 
 SCALING = [row for row in TABLE if row.setting == "rope_scaling"]
 READ = [row for row in TABLE if row not in SCALING]
@@ -52,7 +52,7 @@ def from_megatron(
         RefusedError: args and config contradict each other, or the version that made the args ignored some of them.
     """
     ambiguous.require_one_pattern(args, where)
-    args = args if settled else ambiguous.named(args, settings, where)
+    args = args if settled else ambiguous.with_both_names(args, settings, where)
     rotary = bool(args.get("use_rotary_position_embeddings"))  # older trees have it beside another embedding type
     if rotary and args.get("position_embedding_type") in (None, "learned_absolute"):
         args = {**args, "position_embedding_type": "rope"}
@@ -104,7 +104,7 @@ def agreed(
     values |= {name: fixed for name, fixed in FIXED.items() if values.get(name) is None}  # settings without an argument
     values |= layers_of(values, where)
     if values["sliding_window"] is not None:
-        whole(values["sliding_window"], "sliding_window", where)
+        positive_int(values["sliding_window"], "sliding_window", where)
     values["family"], values["biases"] = fitting(values, holding, base, where)
     return confirmed(_as_in_family(values, settings, base), settings, base, where, apart=apart)
 
@@ -173,6 +173,6 @@ def to_megatron(spec: ModelSpec) -> dict[str, Any]:
         RefusedError: Megatron has no such model.
     """
     holding = conditions(spec.traits)
-    if lost := unsaid(TABLE, holding, spec):
+    if lost := lost_setting(TABLE, holding, spec):
         raise RefusedError(f"megatron-core has no {lost}")
     return write(TABLE, values_of(spec), holding, "")

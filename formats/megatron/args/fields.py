@@ -378,6 +378,6 @@ def off(value: Any) -> bool:
     return value is None or (isinstance(value, bool | int | float | str | list | tuple | dict) and not value)
 
 
-def residue(args: Mapping[str, Any]) -> list[str]:
+def run_arguments(args: Mapping[str, Any]) -> list[str]:
     """The arguments that do not describe a model: settings of the run, which `reshard` keeps and no config can hold."""
     return sorted(name for name in args if isinstance(name, str) and name not in FIELDS)

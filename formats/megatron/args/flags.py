@@ -14,17 +14,17 @@ from formats.megatron.args.versions import (
     ALWAYS,
     BEFORE_OTHERS,
     DEVIATIONS,
-    ENDS,
     FAILS,
     KINDS,
     NEWEST,
     OPTIONS,
+    REFUSED_VALUES,
     VERSIONS,
     Option,
     Patch,
-    computed,
     ignored,
-    since,
+    is_between,
+    value_used,
 )
 
 
@@ -35,9 +35,9 @@ class Fault(NamedTuple):
     patch: Patch | None = None
 
 
-def given(args: Mapping[str, Any], version: str) -> Iterator[Option]:
+def required_options(args: Mapping[str, Any], version: str) -> Iterator[Option]:
     """The options that these args need, whether or not the version has them or takes them from the checkpoint."""
-    for option in (*OPTIONS, *(older for older in BEFORE_OTHERS if since(version, older.known))):
+    for option in (*OPTIONS, *(older for older in BEFORE_OTHERS if is_between(version, older.known))):
         value = args.get(option.dest)
         if KINDS[option.when](args) and value is not None and (option.default is ALWAYS or value != option.default):
             yield option
@@ -50,7 +50,7 @@ def faults(args: Mapping[str, Any], version: str) -> list[Fault]:
         Fault(
             f"it cannot compute {row.patch.name}"
             if row.computed is FAILS and row.patch
-            else f"it computes with {row.dest} = {short(computed(row, args))} instead of {short(args.get(row.dest))}",
+            else f"it computes with {row.dest} = {short(value_used(row, args))} instead of {short(args.get(row.dest))}",
             row.patch,
         )
         for row in unheeded
@@ -58,17 +58,17 @@ def faults(args: Mapping[str, Any], version: str) -> list[Fault]:
     reported = {row.when for row in unheeded}
     unsupported += [
         Fault(f"it has no {option.name}")
-        for option in given(args, version)
-        if not since(version, option.known) and option.when not in reported
+        for option in required_options(args, version)
+        if not is_between(version, option.known) and option.when not in reported
     ]
     return unsupported + [
         Fault(row.why)
-        for row in ENDS
-        if KINDS[row.when](args) and since(version, row.first, row.last) and args.get(row.dest) == row.value
+        for row in REFUSED_VALUES
+        if KINDS[row.when](args) and is_between(version, row.first, row.last) and args.get(row.dest) == row.value
     ]
 
 
-def chosen(args: Mapping[str, Any], asked: str | None, accepted: Collection[str]) -> tuple[str, list[Fault]]:
+def choose_version(args: Mapping[str, Any], asked: str | None, accepted: Collection[str]) -> tuple[str, list[Fault]]:
     """The version that the flags are for, and all reasons why it does not compute the model.
 
     Args:
@@ -90,7 +90,7 @@ def chosen(args: Mapping[str, Any], asked: str | None, accepted: Collection[str]
     best = [
         *able,
         *(release for release in newest if not left(release)),
-        *(release for release in newest if _mendable(every[release])),
+        *(release for release in newest if _patchable(every[release])),
         NEWEST,
     ]
     version = asked or best[0]
@@ -101,7 +101,7 @@ def chosen(args: Mapping[str, Any], asked: str | None, accepted: Collection[str]
         why = "; ".join(dict.fromkeys(fault.why for fault in open_faults))
         raise RefusedError(
             f"stock Megatron-LM {version} does not compute this model, and {known}: {why}",
-            _way_out(open_faults, args, first),
+            _refusal_hint(open_faults, args, first),
         )
     needed = {fault.patch.name for fault in every[version] if fault.patch}
     for name in accepted:
@@ -112,24 +112,24 @@ def chosen(args: Mapping[str, Any], asked: str | None, accepted: Collection[str]
     return version, every[version]
 
 
-def _mendable(missing: list[Fault]) -> bool:
+def _patchable(missing: list[Fault]) -> bool:
     """Whether each fault has a patch."""
     return all(fault.patch for fault in missing)
 
 
-def _way_out(left: list[Fault], args: Mapping[str, Any], able: str | None) -> str:
+def _refusal_hint(left: list[Fault], args: Mapping[str, Any], able: str | None) -> str:
     """The hint of a refusal: another version, or the patches with the `--accept` that goes with them."""
     ways = [f"--megatron-version {able}"] if able else []
     patches = [fault.patch for fault in left if fault.patch]
-    if _mendable(left):
+    if _patchable(left):
         names = dict.fromkeys(patch.name for patch in patches)
-        lines = dict.fromkeys(told(patch, args) for patch in patches)
+        lines = dict.fromkeys(patch_instruction(patch, args) for patch in patches)
         accepted = " ".join(f"--accept {name}" for name in names)
         ways.append(f"{accepted} for a tree of your own with this line: {'; '.join(lines)}")
     return ", or ".join(ways)
 
 
-def told(patch: Patch, args: Mapping[str, Any]) -> str:
+def patch_instruction(patch: Patch, args: Mapping[str, Any]) -> str:
     """The instruction to apply a patch, as text."""
     return f"in {patch.place}, {patch.beside} add {patch.line.format_map(args)}"
 
@@ -146,13 +146,13 @@ def flags(args: Mapping[str, Any], asked: str | None = None, accepted: Collectio
         UsageError: `accepted` names a deviation that the version does not have for this model.
         RefusedError: the version does not compute the model.
     """
-    version, deviations = chosen(args, asked, accepted)
-    patches = dict.fromkeys(told(fault.patch, args) for fault in deviations if fault.patch)
+    version, deviations = choose_version(args, asked, accepted)
+    patches = dict.fromkeys(patch_instruction(fault.patch, args) for fault in deviations if fault.patch)
     lines = [f"# flags for Megatron-LM {version}"]
     lines += [f"# it computes this model only with a change: {patch}" for patch in patches]
     lines.append("--use-checkpoint-args")
-    for option in given(args, version):
-        if since(version, option.known) and not since(version, option.loaded):
+    for option in required_options(args, version):
+        if is_between(version, option.known) and not is_between(version, option.loaded):
             lines.append(_spelled(option, args[option.dest]))
     return "\n".join([*lines, ""])
 

@@ -26,11 +26,11 @@ from formats.errors import short
 from formats.megatron.args.codecs import choice, only, single
 from formats.megatron.args.layers import FULL, SLIDING
 from formats.megatron.args.mlp import GELU
-from formats.megatron.args.provider import Provider, cannot, strange
+from formats.megatron.args.provider import Provider, unsupported_error, unsupported_value
 from formats.megatron.args.rope import plain, write_base
 from formats.model.accepted import EPSILON as DEVIATION
 from formats.model.codec import Codec, Context, rows, same
-from formats.model.values import LARGEST, real, some_layers, whole
+from formats.model.values import LARGEST, positive_float, positive_int, some_layers
 
 MODULE = "megatron.bridge.models.gemma.gemma3_provider"
 EPSILON = 1e-5
@@ -95,20 +95,20 @@ def _base(place: int) -> Callable[[str], Codec]:
 
     def read(spelled: Any, context: Context) -> float:
         if not isinstance(spelled, list | tuple) or len(spelled) != 2:
-            raise strange(context.where, f"rotary_base = {short(spelled)} is no pair of bases")
-        return real(spelled[place], "rotary_base", context.where)
+            raise unsupported_value(context.where, f"rotary_base = {short(spelled)} is no pair of bases")
+        return positive_float(spelled[place], "rotary_base", context.where)
 
     def write(_: Any, context: Context) -> list[Any]:
         both = (context.values["rope_local_base_freq"], context.values["rope_theta"])
         if not all(map(_is_number, both)):
-            raise cannot(f"its rotary bases are {short(both)}")
+            raise unsupported_error(f"its rotary bases are {short(both)}")
         return [write_base(base, context) for base in both]
 
     return single(read, write)
 
 
 def _read_factor(spelled: Any, context: Context) -> Mapping[str, Any] | None:
-    factor = real(1.0 if spelled is None else spelled, "rope_scaling_factor", context.where)
+    factor = positive_float(1.0 if spelled is None else spelled, "rope_scaling_factor", context.where)
     return None if factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
@@ -116,7 +116,9 @@ def _write_factor(value: Mapping[str, Any] | None, context: Context) -> float:
     scaling = plain(value or {}, context.values["max_positions"])
     kind, factor = scaling.pop("rope_type", "linear"), scaling.pop("factor", 1.0)
     if kind != "linear" or scaling or not _is_number(factor):
-        raise cannot(f"its rotary embeddings are scaled by a factor alone (linear), these so: {short(value)}")
+        raise unsupported_error(
+            f"its rotary embeddings are scaled by a factor alone (linear), these so: {short(value)}"
+        )
     return float(factor)
 
 
@@ -124,7 +126,7 @@ def _read_window(spelled: Any, context: Context) -> int | None:
     if spelled is None:  # no layer has a window
         return None
     if type(spelled) is not int or spelled < 0:
-        raise strange(context.where, f"window_size = {short(spelled)} is no number of tokens")
+        raise unsupported_value(context.where, f"window_size = {short(spelled)} is no number of tokens")
     return spelled + 1
 
 
@@ -138,48 +140,52 @@ def _read_turns(spelled: Any, context: Context) -> list[str]:
         case [int(local), int(full)] if local >= 0 and full >= 0 and local + full > 0:
             layers = context.values["layers"]
             if layers is None:
-                raise strange(context.where, "there is no num_layers")
+                raise unsupported_value(context.where, "there is no num_layers")
             return _kinds(local + full, len(some_layers(layers)))
-    raise strange(context.where, f"interleaved_attn_pattern = {short(spelled)} is no pair of numbers")
+    raise unsupported_value(context.where, f"interleaved_attn_pattern = {short(spelled)} is no pair of numbers")
 
 
 def _write_turns(_: Any, context: Context) -> list[int]:
     layers, turns = context.values["layers"], context.values["sliding_window_pattern"]
     turns = TURNS if turns is None else turns
     if type(turns) is not int or turns < 1:
-        raise cannot(f"its sliding_window_pattern is {short(turns)}")
+        raise unsupported_error(f"its sliding_window_pattern is {short(turns)}")
     kinds = context.values["layer_types"] or _kinds(turns, layers)
     full_each = kinds.index(FULL) + 1 if FULL in kinds else max(TURNS, layers + 1)
     if kinds != _kinds(full_each, layers):
-        raise cannot(f"of each so many layers the last has no window, those of this model are {short(kinds)}")
+        raise unsupported_error(
+            f"of each so many layers the last has no window, those of this model are {short(kinds)}"
+        )
     return [full_each - 1, 1]
 
 
 def _read_root(spelled: Any, context: Context) -> int:
     if spelled is None:  # default of Transformer Engine's attention
-        return whole(context.values["head_dim"], "kv_channels", context.where)
-    scale = real(spelled, "softmax_scale", context.where)
+        return positive_int(context.values["head_dim"], "kv_channels", context.where)
+    scale = positive_float(spelled, "softmax_scale", context.where)
     scalar = scale**-2 if SMALLEST < scale <= 1 else 0.5
     if not math.isclose(scalar, round(scalar), rel_tol=1e-9):
-        raise strange(context.where, f"softmax_scale = {spelled} is the root of one part of no whole number")
+        raise unsupported_value(context.where, f"softmax_scale = {spelled} is the root of one part of no whole number")
     return round(scalar)
 
 
 def _write_root(scalar: Any, _: Context) -> float:
     if not _is_number(scalar):
-        raise cannot(f"its query_pre_attn_scalar is {short(scalar)}")
+        raise unsupported_error(f"its query_pre_attn_scalar is {short(scalar)}")
     return 1.0 / math.sqrt(scalar)
 
 
 def _read_activation(spelled: Any, context: Context) -> str:
     if not isinstance(spelled, Mapping) or spelled.get("_target_") != TANH["_target_"]:
-        raise strange(context.where, f"activation_func = {short(spelled)} is not supported, only {TANH['_target_']}")
+        raise unsupported_value(
+            context.where, f"activation_func = {short(spelled)} is not supported, only {TANH['_target_']}"
+        )
     return next(iter(GELU))
 
 
 def _write_activation(value: Any, _: Context) -> Mapping[str, Any]:
     if not GELU.get(value):
-        raise cannot(f"its activation is gelu_pytorch_tanh, this model's {short(value)}")
+        raise unsupported_error(f"its activation is gelu_pytorch_tanh, this model's {short(value)}")
     return TANH
 
 
@@ -188,18 +194,18 @@ def _without(why: str, *allowed: Any) -> Callable[[], Codec]:
 
     def write(value: Any, _: Context) -> Mapping[str, Any]:
         if value not in allowed:
-            raise cannot(why.format(short(value)))
+            raise unsupported_error(why.format(short(value)))
         return {}
 
     return lambda: Codec(lambda *_: allowed[0], write)
 
 
 def _ffn(spelled: Any, context: Context) -> Any:
-    return 4 * whole(context.values["hidden"], "hidden_size", context.where) if spelled is None else spelled
+    return 4 * positive_int(context.values["hidden"], "hidden_size", context.where) if spelled is None else spelled
 
 
 def _head_dim(spelled: Any, context: Context) -> Any:
-    hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
+    hidden, heads = (positive_int(context.values[name], name, context.where) for name in ("hidden", "heads"))
     return hidden // heads if spelled is None else spelled
 
 
@@ -236,7 +242,7 @@ PROVIDER = Provider(
         {
             **only("RMSNorm", "rope", True, False, None),
             "": same,
-            "epsilon": single(lambda epsilon, context: real(epsilon, "norm_epsilon", context.where)),
+            "epsilon": single(lambda epsilon, context: positive_float(epsilon, "norm_epsilon", context.where)),
             "groups": single(lambda groups, context: context.values["heads"] if groups is None else groups),
             "hidden / heads": single(_head_dim),
             "four times hidden": single(_ffn),

@@ -13,10 +13,10 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError
 from formats.layout.table import rules
-from formats.megatron.args.codecs import cannot, single
+from formats.megatron.args.codecs import single, unsupported_error
 from formats.model.codec import Codec, Context, Spelled
 from formats.model.spec import ModelSpec
-from formats.model.values import some_layers, whole
+from formats.model.values import positive_int, some_layers
 
 INDEXER = "self_attention.core_attention.indexer"
 RULES = rules(f"""
@@ -53,7 +53,7 @@ def _shared(layers: range, step: int, first: int) -> tuple[int, ...]:
     return tuple(layer for layer in layers if max(layer + 1 - max(first, 1), 0) % step)
 
 
-def sharing(step: str, first: str) -> Codec:
+def layers_without_indexer(step: str, first: str) -> Codec:
     """A codec of the layers without an indexer.
 
     Args:
@@ -64,7 +64,11 @@ def sharing(step: str, first: str) -> Codec:
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         apart, offset = spelled.get(step) or 1, spelled.get(first) or 0
         layers = some_layers(context.values["layers"])
-        return _shared(layers, whole(apart, step, context.where), whole(offset, first, context.where) if offset else 0)
+        return _shared(
+            layers,
+            positive_int(apart, step, context.where),
+            positive_int(offset, first, context.where) if offset else 0,
+        )
 
     def write(some: tuple[int, ...], context: Context) -> Spelled:
         layers = some_layers(context.values["layers"])
@@ -72,7 +76,7 @@ def sharing(step: str, first: str) -> Codec:
             for offset in range(len(layers) + 1) if some else [0]:
                 if _shared(layers, apart, offset) == tuple(some or ()):
                     return {step: apart, first: offset}
-        raise cannot(context, f"its layers share indexers at equal distances, here {list(some)} have none")
+        raise unsupported_error(context, f"its layers share indexers at equal distances, here {list(some)} have none")
 
     return Codec(read, write)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import BIASES
-from formats.megatron.args.codecs import cannot, choice, fixed, single
+from formats.megatron.args.codecs import choice, fixed, single, unsupported_error
 from formats.megatron.args.versions import version_of
 from formats.model.accepted import FUSION
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.values import real
+from formats.model.values import positive_float
 
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 """`bias_gelu_fusion` by activation; the fused kernel is the approximation with tanh, and adds a bias.
@@ -77,11 +77,13 @@ gain = fixed(f"the gain of its activation is {ALPHA}, this model's {{}}", ALPHA)
 
 def _write_clamp(limit: Any, context: Context) -> float:
     if type(limit) not in (int, float) or not limit > 0:
-        raise cannot(context, f"its clamp is a number, this model's {short(limit)}")
+        raise unsupported_error(context, f"its clamp is a number, this model's {short(limit)}")
     return float(limit)
 
 
-clamp = single(lambda spelled, context: real(spelled, "activation_func_clamp_value", context.where), _write_clamp)
+clamp = single(
+    lambda spelled, context: positive_float(spelled, "activation_func_clamp_value", context.where), _write_clamp
+)
 
 
 def clamped(args: Mapping[str, Any], accept: Collection[str], where: str) -> list[str]:

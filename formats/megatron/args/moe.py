@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
-from formats.megatron.args.codecs import cannot, single
+from formats.megatron.args.codecs import single, unsupported_error
 from formats.megatron.mesh import Mesh
 from formats.model.codec import Codec, Context, Maker
 from formats.model.spec import ModelSpec
-from formats.model.values import real, whole
+from formats.model.values import positive_float, positive_int
 
 INTERLEAVE = {"interleave": "moe_mlp_glu_interleave_size", "shared_interleave": "moe_shared_expert_glu_interleave_size"}
 """The arguments for the block size, in rows, in which gate and up alternate: experts since 0.18, shared ones 0.19."""
@@ -45,9 +45,9 @@ def _read_balancing(spelled: Any, context: Context) -> None:
 def _write_normalized(value: bool, context: Context) -> bool:
     sigmoid, single = context.values["sigmoid"], context.values["top_k"] == 1
     if sigmoid and not value and not single:
-        raise cannot(context, "of a sigmoid's scores its weights always add up to 1")
+        raise unsupported_error(context, "of a sigmoid's scores its weights always add up to 1")
     if value and single:
-        raise cannot(context, "of a single expert it has no weight that is normalized")
+        raise unsupported_error(context, "of a single expert it has no weight that is normalized")
     return not sigmoid and not value
 
 
@@ -73,7 +73,7 @@ def _read_top_groups(spelled: Any, context: Context) -> Any:
 def _write_top_groups(value: int, context: Context) -> int | None:
     grouped = context.values["router_groups"] > 1
     if grouped and (why := _ranked(context.values["top_k"], value, context)):
-        raise cannot(context, why)
+        raise unsupported_error(context, why)
     return value if grouped else None
 
 
@@ -82,7 +82,7 @@ CODECS: Mapping[str, Maker] = {
         lambda spelled, context: spelled or context.values["ffn"], lambda value, context: value or context.values["ffn"]
     ),
     "1 unless said": single(
-        lambda spelled, context: 1.0 if spelled is None else real(spelled, "router_scale", context.where),
+        lambda spelled, context: 1.0 if spelled is None else positive_float(spelled, "router_scale", context.where),
         lambda value, _: value if value != 1.0 else None,
     ),
     "groups": lambda key, top: Codec(
@@ -113,7 +113,7 @@ def interleaves_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
     known["shared_interleave"] = bool(args.get(ACTS["shared_interleave"]))
     sizes = {name: args.get(key) if args.get("num_experts") is not None else None for name, key in INTERLEAVE.items()}
     return {
-        name: whole(size, INTERLEAVE[name], where) if size is not None and known[name] else 0
+        name: positive_int(size, INTERLEAVE[name], where) if size is not None and known[name] else 0
         for name, size in sizes.items()
     }
 

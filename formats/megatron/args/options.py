@@ -12,7 +12,7 @@ from formats.megatron.args.fields import ASSUMED, FIELDS
 from formats.megatron.mesh import Mesh
 from formats.megatron.pipeline import Pipeline
 from formats.model.spec import ModelSpec
-from formats.torch_files.pickle_values import DTYPES, Dtype, keeps
+from formats.torch_files.pickle_values import DTYPES, Dtype, is_plain
 
 CORE = "megatron-core"
 """The dialect of Megatron-LM's arguments, and of its classic files."""
@@ -102,7 +102,7 @@ def namespace(
         old: the args of the source; those that the model and the topology do not determine are kept.
         iteration: the iteration; None for a release.
     """
-    kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
+    kept = {name: value for name, value in old.items() if is_plain(name) and is_plain(value)}
     kept = {name: value for name, value in kept.items() if name not in FIELDS or not FIELDS[name].same}
     torch_name = options.computed or main_dtype(dtypes)
     uneven = (options.first_layers, options.last_layers, options.layout) != (None, None, None)

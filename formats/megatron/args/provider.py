@@ -57,7 +57,7 @@ class Provider:
         """The names of the fields in the table."""
         return frozenset(name for row in self.table for names in row.keys for name in names)
 
-    def given(self, said: Fields) -> dict[str, Any] | None:
+    def with_defaults(self, said: Fields) -> dict[str, Any] | None:
         """The fields of a file, completed with the defaults of their class; None if the file names another class."""
         module, _, kind = str(said.get(TARGET)).rpartition(".")
         own, _, first = self.target.rpartition(".")
@@ -148,11 +148,11 @@ class Provider:
         return spec.vocab
 
 
-def cannot(why: str) -> RefusedError:
+def unsupported_error(why: str) -> RefusedError:
     """The error that Megatron-Bridge cannot compute a model."""
     return RefusedError(f"Megatron-Bridge cannot compute this model: {why}")
 
 
-def strange(where: str, what: str) -> UnsupportedError:
+def unsupported_value(where: str, what: str) -> UnsupportedError:
     """The error that a field has a value that is not supported."""
     return UnsupportedError(f"{where}: {what}")

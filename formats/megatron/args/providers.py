@@ -41,13 +41,13 @@ def of_fields(fields: Mapping[str, Any], where: str) -> tuple[Provider, dict[str
     for kind, why in FAULTY.items():
         if re.fullmatch(kind, str(fields.get(TARGET))):
             raise UnsupportedError(f"{where}: {why}")
-    given = ((provider, provider.given(fields)) for provider in PROVIDERS.values())
+    given = ((provider, provider.with_defaults(fields)) for provider in PROVIDERS.values())
     return next(((provider, known) for provider, known in given if known is not None), None)
 
 
 def of_args(args: Mapping[str, Any]) -> Provider | None:
     """The class that args name; None if it is not one of `PROVIDERS`."""
-    return next((provider for provider in PROVIDERS.values() if provider.given(args) is not None), None)
+    return next((provider for provider in PROVIDERS.values() if provider.with_defaults(args) is not None), None)
 
 
 def of_spec(spec: ModelSpec, trainer: str | None) -> Provider | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.model.codec import Codec, Context, Spelled
-from formats.model.values import real
+from formats.model.values import positive_float
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The parameters of llama3 rope scaling that are fixed in megatron-core."""
@@ -109,7 +109,7 @@ def _read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) ->
     params: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
     params |= {name: value for name, value in ASSUMED.items() if params.get(name) is None}
     for name in ("factor", "beta_fast", "beta_slow"):
-        params[name] = real(params[name], names[name], where)
+        params[name] = positive_float(params[name], names[name], where)
     scale = {name: params.pop(name) for name in NO_SCALE}
     params |= {} if scale == NO_SCALE else scale
     scaling = {"rope_type": "yarn", **params}
@@ -140,10 +140,13 @@ def direct(*_: str) -> Codec:
                 f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported"
             )
         if llama3:
-            factor = real(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
+            factor = positive_float(args.get("rope_scaling_factor", 8.0), "rope_scaling_factor", where)
             return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
         if linear is not None:
-            return {"rope_type": "linear", "factor": real(linear, "rotary_seq_len_interpolation_factor", where)}
+            return {
+                "rope_type": "linear",
+                "factor": positive_float(linear, "rotary_seq_len_interpolation_factor", where),
+            }
         return None
 
     def write(value: Mapping[str, Any] | None, context: Context) -> Spelled:

@@ -31,7 +31,7 @@ from formats.megatron.args.provider import TARGET, Provider
 from formats.megatron.args.run_options import RUN
 from formats.megatron.args.vision import Vision
 from formats.model.spec import ModelSpec
-from formats.model.values import whole as natural
+from formats.model.values import positive_int as natural
 from formats.torch_files.archive_writer import NUMBERS, Small, packed_plain
 from formats.torch_files.pickle_values import Namespace
 
@@ -243,10 +243,10 @@ def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: the class {short(kind)} is not known to compute what its fields say",
             "export it with the program that wrote it: AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
         )
-    return _said(fields, path)
+    return _provider_args(fields, path)
 
 
-def _said(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _provider_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The fields of a GPTModelProvider as args.
 
     Raises:

@@ -15,7 +15,7 @@ from formats.layout.table import rules
 from formats.megatron.args.codecs import epsilon_of, fixed, single
 from formats.model.codec import Context
 from formats.model.spec import ModelSpec
-from formats.model.values import whole
+from formats.model.values import positive_int
 
 RULES = rules("""
 decoder.layers.{layer}.mixer.dt_bias                                state_step_bias: (state_group share)/tp    state
@@ -66,7 +66,7 @@ epsilon = epsilon_of("state spaces", EPSILON)
 def _read_heads(spelled: Any, context: Context) -> Any:
     if spelled is not None:
         return spelled
-    hidden, dim = (whole(context.values[name], name, context.where) for name in ("hidden", "state_dim"))
+    hidden, dim = (positive_int(context.values[name], name, context.where) for name in ("hidden", "state_dim"))
     return EXPANSION * hidden // dim
 
 

@@ -18,7 +18,7 @@ from formats.megatron.args.codecs import choice, derived, only, single, switch
 from formats.model.codec import Codec, Context, opposite, rows, same
 from formats.model.settings import FIXED
 from formats.model.spec import ModelSpec
-from formats.model.values import whole
+from formats.model.values import positive_int
 
 PATTERN = "hybrid_override_pattern|hybrid_layer_pattern"
 """The arguments for the kind of each layer of a hybrid, as letters; the second is the name since 0.17."""
@@ -139,7 +139,7 @@ def _read_groups(groups: Any, context: Context) -> Any:
 def _read_head_dim(spelled: Any, context: Context) -> Any:
     if spelled is not None:
         return spelled
-    hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
+    hidden, heads = (positive_int(context.values[name], name, context.where) for name in ("hidden", "heads"))
     return hidden // heads
 
 
@@ -155,7 +155,7 @@ TABLE = rows(
         "RMSNorm": choice(("RMSNorm", False)),
         "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
         "pairs": indexer.pairs,
-        "shared indexers": indexer.sharing,
+        "shared indexers": indexer.layers_without_indexer,
         "its own or that of all": choice((mla.EPSILON, None), (None, None)),
         "rounding": choice((False, None), (True, None)),
         "fusion": choice((True, None), (False, None)),
@@ -167,7 +167,7 @@ TABLE = rows(
         "qkv bias": mlp.qkv_bias,
         "centred": switch(False, True),
         "none or so many": single(
-            lambda value, context: whole(value, "mtp_num_layers", context.where) if value else 0,
+            lambda value, context: positive_int(value, "mtp_num_layers", context.where) if value else 0,
             lambda value, _: value or None,
         ),
         "write false": derived(lambda _: False),

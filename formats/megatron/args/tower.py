@@ -17,7 +17,7 @@ from typing import Any
 
 from formats.errors import RefusedError, SourceError, short
 from formats.layout.pattern import Axis, Pattern, Product, Term
-from formats.layout.pieces import Scattered, unstacked
+from formats.layout.pieces import Scattered, unstack
 from formats.layout.slots import ALONE, DIM, ORIGINAL, Slot
 from formats.layout.table import Rule
 
@@ -113,7 +113,7 @@ class Layers:
                 single[name] = tensor
                 continue
             rest = name.removeprefix(self.stack)
-            single |= {f"{self.stack}{layer}.{rest}": part for layer, part in enumerate(unstacked(tensor))}
+            single |= {f"{self.stack}{layer}.{rest}": part for layer, part in enumerate(unstack(tensor))}
         return single
 
 

@@ -22,7 +22,7 @@ ALWAYS = object()
 Args = Mapping[str, Any]
 
 
-def since(version: str, first: str | None, last: str = NEWEST) -> bool:
+def is_between(version: str, first: str | None, last: str = NEWEST) -> bool:
     """Whether a version is among `first` to `last`; False if `first` is None."""
     place = VERSIONS.index
     return first is not None and place(first) <= place(version) <= place(last)
@@ -179,7 +179,7 @@ def _latent(args: Args) -> bool:
 # --- ignored arguments -----------------------------------------------------------------------------------------------
 
 
-class Of(NamedTuple):
+class ValueOf(NamedTuple):
     """The value of another argument."""
 
     dest: str
@@ -260,8 +260,8 @@ IGNORED = (
     Ignored(LLAMA3, 8.0, "llama3", "0.19", "0.19", Patch(LLAMA3, BUILDER, BEFORE_BUILT, LLAMA3_BUILT)),
     Ignored("position_embedding_type", "none", "yarn", "0.12", "0.14"),
     Ignored("rotary_scaling_factor", FAILS, "yarn", "0.15", "0.18", Patch(YARN, CALL, BEFORE_CALL, YARN_LINE)),
-    Ignored("original_max_position_embeddings", Of("max_position_embeddings"), "latent yarn", "0.12", "0.13"),
-    Ignored("mscale_all_dim", Of("mscale"), "latent yarn", "0.12", "0.13"),
+    Ignored("original_max_position_embeddings", ValueOf("max_position_embeddings"), "latent yarn", "0.12", "0.13"),
+    Ignored("mscale_all_dim", ValueOf("mscale"), "latent yarn", "0.12", "0.13"),
     Ignored("beta_fast", 32.0, "latent yarn", "0.12", "0.13"),
     Ignored("beta_slow", 1.0, "latent yarn", "0.12", "0.13"),
     Ignored("original_max_position_embeddings", 4096, "latent yarn", "0.14", "0.17", OLD_LATENT),
@@ -274,7 +274,7 @@ IGNORED = (
 """The arguments that stock versions ignore, though they have an option for them or the argument has none at all."""
 
 
-class Ends(NamedTuple):
+class RefusedValue(NamedTuple):
     """A value of an argument with which versions `first` to `last` refuse or do not compute a model, and why."""
 
     dest: str
@@ -285,16 +285,16 @@ class Ends(NamedTuple):
     last: str = NEWEST
 
 
-ENDS = (
-    Ends(
+REFUSED_VALUES = (
+    RefusedValue(
         "q_lora_rank",
         None,
         "latent local",
         "0.19",
         "its local layers refuse latents whose queries have none (mla_qk_norm_config.py)",
     ),
-    Ends("is_hybrid_model", True, "state experts", FIRST, "no layer of its hybrids has experts", "0.15"),
-    Ends(
+    RefusedValue("is_hybrid_model", True, "state experts", FIRST, "no layer of its hybrids has experts", "0.15"),
+    RefusedValue(
         "experimental_attention_variant",
         "dsa",
         "",
@@ -302,14 +302,14 @@ ENDS = (
         "other elements of the heads of its indexer rotate, or it has none (dsa.py)",
         "0.18",
     ),
-    Ends(
+    RefusedValue(
         "experimental_attention_variant",
         "dsa",
         "mtp",
         "0.19",
         "it builds no layer that predicts a second token beside sparse attention (training/models/gpt.py)",
     ),
-    Ends(
+    RefusedValue(
         "experimental_attention_variant",
         "gated_delta_net",
         "mtp",
@@ -325,16 +325,18 @@ def ignored(args: Args, version: str) -> list[Ignored]:
     return [
         row
         for row in IGNORED
-        if KINDS[row.when](args) and since(version, row.first, row.last) and args.get(row.dest) != computed(row, args)
+        if KINDS[row.when](args)
+        and is_between(version, row.first, row.last)
+        and args.get(row.dest) != value_used(row, args)
     ]
 
 
-def computed(row: Ignored, args: Args) -> Any:
+def value_used(row: Ignored, args: Args) -> Any:
     """The value that a version computes with instead of an ignored argument's."""
-    return args.get(row.computed.dest) if isinstance(row.computed, Of) else row.computed
+    return args.get(row.computed.dest) if isinstance(row.computed, ValueOf) else row.computed
 
 
-def heeded(args: Args, version: str) -> dict[str, Any]:
+def effective_args(args: Args, version: str) -> dict[str, Any]:
     """The args that a stock version computed with.
 
     Config fields for which no version has an option are in the args of a run only if its own tree has an option for
@@ -345,7 +347,7 @@ def heeded(args: Args, version: str) -> dict[str, Any]:
         for row in ignored(args, version)
         if row.computed is not FAILS and not (row.patch and row.patch.name == LATENT and args.get(row.dest) is not None)
     ]
-    return {**args, **{row.dest: computed(row, args) for row in rows}}
+    return {**args, **{row.dest: value_used(row, args) for row in rows}}
 
 
 # --- the version of a checkpoint -------------------------------------------------------------------------------------
@@ -375,7 +377,7 @@ def by_name(args: Args, version: str) -> dict[str, Any]:
     """The args; arguments with two names have under both the value of the name that a version reads."""
     known = dict(args)
     for old, new, first in RENAMED:
-        counts, other = (new, old) if since(version, first) else (old, new)
+        counts, other = (new, old) if is_between(version, first) else (old, new)
         if counts in args and other in args:
             known[other] = args[counts]
     return known

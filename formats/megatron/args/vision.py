@@ -110,7 +110,7 @@ class Vision:
         language: the class of the language model alone.
         positions: the `position_embedding_type`, where that of the language model alone is `rope`; None if the same.
         lacks: settings of a language model that the class does not support and `language` does not refuse itself.
-        turned: the matrices of Hugging Face files that the class has transposed.
+        transposed: the matrices of Hugging Face files that the class has transposed.
         states: the `_extra_state` entries that a load requires besides those of the language model.
         deviation: the difference from the computation of transformers; None if there is none.
         fixed: further fields with one value for all models, which is not the field's default.
@@ -129,7 +129,7 @@ class Vision:
     language: str = GPT
     positions: str | None = "mrope"
     lacks: tuple[str, ...] = ("rope_scaling", "sliding_window", "dense_layers")
-    turned: frozenset[str] = frozenset()
+    transposed: frozenset[str] = frozenset()
     states: tuple[str, ...] = ()
     deviation: Deviation | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)

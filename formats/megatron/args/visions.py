@@ -198,7 +198,7 @@ VISIONS: Mapping[str, Vision] = {
             language=gemma3.PROVIDER.target,
             positions=None,
             lacks=(),
-            turned=frozenset({f"{PROJECTOR}mm_input_projection_weight"}),
+            transposed=frozenset({f"{PROJECTOR}mm_input_projection_weight"}),
             states=tuple(f"{PROJECTOR}{name}._extra_state/shard_0_1" for name in ("mm_soft_embed_norm", "proj")),
             deviation=Deviation(
                 IMAGES,

@@ -155,7 +155,7 @@ def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
         turns = [
             {"role": role, "content": template.fill(record)}
             for role, template in recipe.speakers
-            if role != "system" or _said(template.fields, record)
+            if role != "system" or _has_system_prompt(template.fields, record)
         ]
         return _written(turns, recipe.form)
 
@@ -189,7 +189,7 @@ def summary(counts: Counts) -> str:
     )
 
 
-def why(counts: Counts) -> list[str]:
+def explanations(counts: Counts) -> list[str]:
     """Explanations of the reasons for which records were dropped, a line for each."""
     meanings = {**REASONS, **OUR_REASONS}
     return [f"{reason}: {meanings[reason]}" for reason in counts.dropped if reason not in CHOSEN]
@@ -222,7 +222,7 @@ def _twice(record: Made, seen: set[bytes]) -> str:
     return ""
 
 
-def _said(fields: tuple[str, ...], record: Mapping[str, Any]) -> bool:
+def _has_system_prompt(fields: tuple[str, ...], record: Mapping[str, Any]) -> bool:
     """Whether a record has a system prompt, which is optional."""
     values = [record.get(name) for name in fields]
     return not all(value is None or (isinstance(value, str) and not value.strip()) for value in values)

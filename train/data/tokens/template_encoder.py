@@ -26,7 +26,7 @@ from formats.errors import RefusedError, SourceError
 from train.data.tokens.encode import LAST_REPLY, REPLY, Encoded, end_bits, reply_bits
 from train.data.tokens.records import Malformed, Record
 from train.data.tokens.tokenizers import Fast
-from train.data.tokens.turns import called, replaced, texts, tool_name
+from train.data.tokens.turns import called_functions, replaced, texts, tool_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -307,7 +307,7 @@ def _lost(record: Record, rendered: Sequence[str]) -> list[str]:
     needed: dict[str, Sequence[str]] = {"altered_documents": record.contents}
     if record.turns or record.tools:
         needed["lost_reasoning"] = [turn["thinking"] for turn in record.turns if "thinking" in turn]
-        needed["lost_tool_calls"] = [text for turn in record.turns for text in called(turn)]
+        needed["lost_tool_calls"] = [text for turn in record.turns for text in called_functions(turn)]
         needed["lost_tools"] = [str(tool_name(tool)) for tool in record.tools or ()]
     return [kind for kind, parts in needed.items() if not all(_is_in(part.strip(), rendered) for part in parts)]
 

@@ -130,7 +130,7 @@ def tool_name(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def called(message: Mapping[str, Any]) -> list[str]:
+def called_functions(message: Mapping[str, Any]) -> list[str]:
     """The names of the functions in the tool calls of a message, and the texts in their arguments."""
     functions = [call.get("function", call) for call in message.get("tool_calls", ())]
     return [text for function in functions for text in (function["name"], *texts(function["arguments"]))]

@@ -6,11 +6,10 @@ and on disk. So OUT is complete or absent, and the same command resumes a killed
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import digest_of, execute, workers_for
 from converters.move.journal import JOURNAL, Journal, Share, fingerprint, open_journal
 from converters.move.source_checks import SourceChecks, Verdict
+from converters.move.staging import disk, intact
 from converters.move.turns import Turns, one_writer
 from converters.plan.plan import Job, Plan, make_plan, needs
 from converters.plan.request import Request
@@ -43,8 +43,6 @@ from formats.errors import (
     SourceError,
     UnsupportedError,
     VerificationError,
-    VitruvianError,
-    hint_of,
     some,
 )
 from formats.model.spec import Verbatim, differences
@@ -53,11 +51,6 @@ from formats.registry import detected, open_checkpoint, steps
 if TYPE_CHECKING:
     from converters.move.workers import Workers
 
-NO_ROOM = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some space",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or that of the file system",
-}
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 """Suffixes that no folder of a checkpoint has."""
 ANEW = "what was written is deleted, the same command starts over"
@@ -102,6 +95,8 @@ def run(
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
             scratch.clear(request.staging)
             opened_files = files_of(request, sums, checks, journal)
+            with disk(request):
+                make_files(target.files, request)
             with (
                 disk(request),
                 intact(target, request, journal),
@@ -109,7 +104,7 @@ def run(
                 journal.kept(files),
                 workers_for(_unfinished(plan.jobs, journal), request.limits, journal.locks) as workers,
             ):
-                _execute(plan.jobs, target, request, journal, files, stopped, drifted, workers=workers)
+                _execute(plan.jobs, request, journal, files, stopped, drifted, workers=workers)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
                 finish_files(target.files, files, request.limits.threads)  # its open files are not on disk yet
                 files.descriptors.written(finish_small(plan, target, request, journal.digests))
@@ -148,8 +143,10 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
             opened_files = files_of(request, None, checks, journal)
+            with disk(request):
+                make_files(target.files, request)
             with disk(request), intact(target, request, journal), opened_files as files, journal.kept(files):
-                _execute(jobs, target, request, journal, files, stopped, drifted, part=True)
+                _execute(jobs, request, journal, files, stopped, drifted, part=True)
         except DamagedError:
             journal.spoil()
             raise
@@ -192,46 +189,6 @@ def check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path,
             raise DamagedError(f"{path} was written anew while it was read", "run it again when the save is complete")
 
 
-@contextmanager
-def disk(request: Request) -> Iterator[None]:
-    """Raise an OSError as an OutputError with a sentence, and a hint where something can be done about it."""
-    try:
-        yield
-    except OSError as error:
-        way = NO_ROOM.get(error.errno or 0)
-        hint = f"{way}, then run the same command again to resume" if way else hint_of(error)
-        raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
-
-
-@contextmanager
-def intact(target: Target, request: Request, journal: Journal) -> Iterator[None]:
-    """Refuse to go on without the staging folder, or a file in it, and blame no other for an error that comes of that.
-
-    Raises:
-        OutputError: somebody has deleted it.
-    """
-    places = (request.root, *(file.path for file in target.files))
-    try:
-        yield
-    except (OSError, VitruvianError) as error:
-        gone = _deleted(() if isinstance(error, OSError) else places, request, journal)  # perhaps not made yet
-        if gone is None or isinstance(error, Interrupted):
-            raise
-    else:
-        gone = _deleted(places, request, journal)
-    if gone is not None:
-        hint = f"remove what is left of {request.staging}, and run the same command again"
-        raise OutputError(f"{gone} was deleted while this conversion wrote into it", hint)
-
-
-def _deleted(places: Iterable[Path], request: Request, journal: Journal) -> Path | None:
-    """The staging folder, or the first of some places in it, if somebody has deleted it."""
-    path = request.staging / JOURNAL
-    if not (path.exists() and os.path.samestat(os.fstat(journal.locks[0]), path.stat())):
-        return request.staging
-    return next((place for place in places if not place.exists()), None)
-
-
 def prove(masters: Checkpoint, request: Request) -> None:
     """Compare FP32 master weights, which the output does not hold, with the weights: so the moments are of this model.
 
@@ -245,7 +202,6 @@ def prove(masters: Checkpoint, request: Request) -> None:
 
 def _execute(
     jobs: Iterable[Job],
-    target: Target,
     request: Request,
     journal: Journal,
     files: Files,
@@ -259,7 +215,6 @@ def _execute(
 
     The progress includes the verification that follows, unless the jobs are only a `part` of the work.
     """
-    make_files(target.files, request)
     every = [*jobs]
     todo = _unfinished(every, journal)
     left, whole = (sum(job.nbytes for job in each) for each in (todo, every))

@@ -118,7 +118,8 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     removed = applied.removed if applied else ()
     texts = applied.texts if applied else {}
     staged = {name: folder / name for name in {**given, **texts} if name not in removed}
-    write(folder, texts, {name: path for name, path in given.items() if name in staged and name not in texts})
+    for path in write(folder, texts, {name: given[name] for name in given if name in staged and name not in texts}):
+        sync_path(path)
     same = tuple(name for name, path in staged.items() if name in own and _read(own[name]) == _read(path))
     staged = {name: path for name, path in staged.items() if name not in same}
     view = {name: path for name, path in (own | staged).items() if name not in removed}

@@ -5,7 +5,7 @@ A name is looked up in this order: a local folder of that name; the mirrors of t
 read by ranges (`converters.remote`), unless `HF_HUB_OFFLINE` is set. Nothing is downloaded. `s3://`, `gs://`, `az://`
 and `https://` are read in the same way.
 
-A revision may have slashes, written `%2F`; those of `refs/pr/N`, `refs/convert/NAME` and `pr/N` may be plain (2.4.0,
+A revision may have slashes, written `%2F`; those of `refs/pr/N` and `refs/convert/NAME` may be plain (2.4.0,
 hf_file_system.py `SPECIAL_REFS_REVISION_REGEX` and `resolve_path`). Facts about the cache: huggingface_hub 2.4.0,
 constants.py and `_local_folder.py`: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else `~/.cache/huggingface/hub`;
 models--ORG--NAME/refs/REVISION holds the commit, whose files are in snapshots/COMMIT.
@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 
 from formats.errors import NetworkError, SourceError, UsageError, some
 
-REVISION = r"refs/convert/\w+(?=/|$)|(?:refs/)?pr/\d+(?=/|$)|[^/\s]+"
+REVISION = r"refs/convert/[\w.-]+(?=/|$)|refs/pr/\d+(?=/|$)|[^/\s]+"
 NAME = re.compile(
     rf"(?:hf://)?(?P<org>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:@(?P<revision>{REVISION}))?(?:/(?P<folder>.+))?", re.A
 )

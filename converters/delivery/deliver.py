@@ -28,7 +28,6 @@ from converters.convert import (
     check_apart,
     check_replaceable,
     check_unchanged,
-    disk,
     files_of,
     finish_small,
     make_files,
@@ -43,6 +42,7 @@ from converters.move.engine import execute
 from converters.move.journal import fingerprint, open_journal
 from converters.move.scratch import room_for
 from converters.move.source_checks import SourceChecks, Verdict
+from converters.move.staging import disk
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Request
 from converters.remote.path import RemotePath

@@ -29,6 +29,7 @@ from blake3 import blake3
 
 from converters.common.atomic import lock, write_all
 from converters.move.blocks import Files
+from converters.move.engine import starting
 from converters.move.sampled import samples_of
 from converters.plan.plan import Job, Plan
 from formats.checkpoint import OutputFile
@@ -113,7 +114,8 @@ class Journal:
             self.digests[job.name] = digest
             self.fresh.append((job.name, digest))
         if self.committing is not None and self.committing.ident is None:
-            self.committing.start()
+            with starting():
+                self.committing.start()
 
     def commit(self, files: Files) -> None:
         """Force the data of finished jobs to disk, then write their lines."""

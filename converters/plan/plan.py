@@ -271,9 +271,9 @@ def make_plan(
         UnsupportedError: a cast would change 8-bit weights with scales, or an element type that has no cast.
     """
     source_parts, twins = parts_of(source.tensors), parts_of(source.twins)
-    partial, centred = (_less_one(source.tensors, condition) for condition in ("partial", "centred"))
+    partial, centred = (_with_condition(source.tensors, condition) for condition in ("partial", "centred"))
     held_there = list(target.tensors) if target else []
-    wanted, less_one = written_parts(held_there), _less_one(held_there, "centred")
+    wanted, less_one = written_parts(held_there), _with_condition(held_there, "centred")
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
@@ -318,7 +318,7 @@ def make_plan(
     return Plan(source, spec or source.spec, tuple(jobs), target)
 
 
-def _less_one(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | None]]:
+def _with_condition(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | None]]:
     """The (tensor, layer) of physical tensors whose table lines have a condition."""
     return {
         (name, placed.slot.layer)

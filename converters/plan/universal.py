@@ -137,7 +137,7 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
         target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
         copies |= {name: path for name, path in assets.carried_assets(source).items() if name != "config.json"}
     files = tuple(dict.fromkeys(path for each in (source, *opened.values()) for path in each.files))
-    described = "; ".join(f"{_notes(group)} ({len(members)} parameters)" for group, members in groups.items())
+    described = "; ".join(f"{_settings_text(group)} ({len(members)} parameters)" for group, members in groups.items())
     order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {described}"
     target = replace(target, copies=copies)
     notes = (order, UNTAKEN, *_not_restored(buffers), *_not_in_stage_3(opened))
@@ -206,7 +206,7 @@ def _settings(group: AnyGroup | None) -> dict[str, Any]:
     return {**group._asdict(), **({"amsgrad": False} if isinstance(group, Group) else {})} if group else {}
 
 
-def _notes(group: AnyGroup | None) -> str:
+def _settings_text(group: AnyGroup | None) -> str:
     """The settings of a parameter group as text for the user."""
     return (
         ", ".join(f"{name} {value}" for name, value in group._asdict().items()) if group else "as the training has it"

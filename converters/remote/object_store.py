@@ -1,7 +1,7 @@
 """Buckets of S3, Google Cloud and Azure, and web servers with WebDAV listings, through obstore.
 
 obstore (0.12.1) takes keys and endpoints from the usual variables: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and AWS_REGION,
-GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME. Its own retries are off, as `patience` retries.
+GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME. Its own retries are off, as `retries.py` retries.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         alike = [
             other.model_type or other.name
             for other in FAMILIES.values()
-            if config.get("architectures") == [other.architecture]
+            if config.get("architectures") == [other.architecture] and not other.hub_class
         ]
         way = f"; its class is that of {alike[0]}: correct `model_type` if it computes the same" if alike else ""
         raise UnsupportedError(

@@ -31,7 +31,7 @@ from formats.huggingface.rope import SCALING
 from formats.huggingface.settings_table import USUAL
 from formats.layout.lowering import lower
 from formats.layout.pattern import PatternError
-from formats.layout.table import BIASES, CONDITIONS, MTP, OPTIONAL_KINDS, Rule, model_tensors, rules
+from formats.layout.table import BIASES, CONDITIONS, DISTINGUISHED_KINDS, MTP, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, LISTS
 from formats.model.spec import MIXERS
@@ -63,7 +63,7 @@ OF_EXPERTS = {"wide", "narrow"}
 OF_KEYS = {"fused", "separate"}
 ALLOWED = {
     "tied", "untied", "parallel", "serial", "optional", "indexing", MTP,
-    *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *OF_EXPERTS, *BIASES, *OPTIONAL_KINDS, "fed",
+    *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *OF_EXPERTS, *BIASES, *DISTINGUISHED_KINDS, "fed",
 }  # fmt: skip
 """The conditions of layout that are possible in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")

@@ -45,9 +45,9 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
         SourceError: the config names the class of another family.
     """
     family, names = family_of(config, where), class_names(config)
-    if names in ([family.architecture], [family.hub_class]):
+    if names in ([family.architecture], [family.hub_class or family.architecture]):
         return
-    others = [other.name for other in FAMILIES.values() if names == [other.architecture]]
+    others = [other.name for other in FAMILIES.values() if names == [other.hub_class or other.architecture]]
     if others:
         raise SourceError(
             f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}",

@@ -79,9 +79,9 @@ BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 MTP = "mtp"
 """The kind of layers that predict tokens after the next, which are numbered after all other layers. A rule holds in
 these layers or in the others, never in both."""
-OPTIONAL_KINDS = {"blocks", "windowed", "keyed", "valued"}
+DISTINGUISHED_KINDS = {"blocks", "windowed", "keyed", "valued"}
 """Kinds of layers that only some tables distinguish."""
-KINDS = {"attention", "recurrent", "state", "short", "indexing", "dense", "sparse", MTP} | OPTIONAL_KINDS
+KINDS = {"attention", "recurrent", "state", "short", "indexing", "dense", "sparse", MTP} | DISTINGUISHED_KINDS
 """Conditions that hold in some layers of a model, and not in others. The ones that hold in a layer are its kinds."""
 
 

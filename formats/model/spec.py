@@ -9,7 +9,7 @@ from typing import Any
 
 from formats.families import family_named
 from formats.layout.slots import Slot, slots
-from formats.layout.table import MTP, OPTIONAL_KINDS, Rule, model_tensors
+from formats.layout.table import DISTINGUISHED_KINDS, MTP, Rule, model_tensors
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
@@ -86,7 +86,7 @@ class ModelSpec(Parts):
         A layer that predicts a token after the next has attention, and has experts if the last other layer has them.
         """
         mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
-        distinguished = OPTIONAL_KINDS & family_named(self.family).kinds
+        distinguished = DISTINGUISHED_KINDS & family_named(self.family).kinds
         sparse, mlps = self.sparse_layers, self.mlp_layers
 
         def of(layer: int) -> frozenset[str]:

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from converters.assets.chat_template import load_template
 from converters.commands import assets as command
 from converters.commands.assets import assets
-from converters.common.atomic import synced
+from converters.common.atomic import sync_path
 from converters.hub.preflight import embedding_rows
 from formats.errors import RefusedError, SourceError, UsageError, VitruvianError
 from tests.chat import worlds
@@ -168,9 +168,9 @@ def test_a_failure_half_way_leaves_out_as_it_was(world, monkeypatch):
         written.append(path)
         if len(written) == 4:
             raise OSError(28, "No space left on device", str(path))
-        return synced(path)
+        sync_path(path)
 
-    monkeypatch.setattr("converters.assets.files.synced", fail)
+    monkeypatch.setattr(command, "sync_path", fail)
     with pytest.raises(OSError, match="No space left"):
         run(out, "--from", base, "--chat-template", "chatml")
     assert snapshot(out) == before

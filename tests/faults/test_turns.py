@@ -169,4 +169,5 @@ def test_a_commit_that_takes_long_is_followed_at_once(tmp_path, monkeypatch):
             assert journal.committing is not None
             journal.committing.start()
             time.sleep(2)
-    assert min(after - before for before, after in pairwise(begun)) < 0.65, "0.7 where each waits once more"
+    paces = [after - before for before, after in pairwise(begun)][:-1]  # the last commit waits for none
+    assert min(paces) < 0.65, "0.7 where each waits once more"

@@ -25,8 +25,8 @@ from tests.remote.test_reading import publish
 
 CODE = """
 import sys
-from converters.remote import patience
-patience.FIRST = 0.002
+from converters.remote import retries
+retries.FIRST = 0.002
 from converters.cli import main
 main()
 """

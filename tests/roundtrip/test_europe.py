@@ -170,7 +170,7 @@ def test_it_has_as_many_parameters_as_its_group_says(real, name):
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name, model in MODELS.items() for line in model.commands])
 def test_it_is_planned(real, convert, tmp_path, monkeypatch, name, line):
     command, *options = line.split()
-    monkeypatch.setattr("converters.convert.require_room", lambda *_: None)  # the largest would not fit on this disk
+    monkeypatch.setattr("converters.convert.require_space", lambda *_: None)  # the largest would not fit on this disk
     ran = convert(command, real(name)[0], tmp_path / "out", *options, "-n")
     assert ran.code == 0, ran.err
     assert not (tmp_path / "out").exists()

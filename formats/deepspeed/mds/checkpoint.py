@@ -187,8 +187,9 @@ def _open(path: Path, settings: Settings) -> _Opened:
     bare = universal.is_universal(tag) and not any(
         map(saved_names.LAYER.fullmatch, (path.name for path in tag.iterdir()))
     )
+    if bare:
+        modules.require_ranks(models, TIES)
     by_file, tp = ({}, None) if bare else modules.tensors(tag, models, TIES, lambda key, _: key)
-    modules.require_ranks(models, TIES)
     args = _same_args(models)
     first = models[0]
     tp = tp or positive_int(args.get("tensor_model_parallel_size"), "tensor_model_parallel_size", str(first.path))
@@ -386,7 +387,7 @@ def _of_universal(opened: _Opened, state: str) -> Checkpoint:
     whole_slots = slots_of(spec, 1, rows, {opened.qkv}, opened.first_layer)
     placed = cut_again.placed(parts, whole_slots, opened.slots, DROPS, opened.tag)
     twins = _placed(opened)[0] if state == "fp32" and opened.tensors else ()
-    return replace(_checkpoint(opened, placed, twins), padded_vocab=rows)
+    return _checkpoint(opened, placed, twins, rows)
 
 
 def _progress(file: TorchFile) -> dict[str, Any]:

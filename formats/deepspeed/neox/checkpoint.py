@@ -214,7 +214,8 @@ def _joined(tag: Path, models: Mapping[int, TorchFile], settings: Settings) -> t
     """The tensors of a universal checkpoint, the tensor parallel size of its training, and whether it is a pipeline's.
 
     Raises:
-        SourceError: neither its files nor its yml say the tensor parallel size of a pipeline.
+        SourceError: the tensor parallel size, of a pipeline 1 if neither its files nor its yml say it, does not divide
+            the number of ranks.
     """
     layered = not any(name.startswith("sequential.") for name in universal.names(tag))
     args, tp = models[0].value.get("args"), len(models)

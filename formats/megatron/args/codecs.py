@@ -11,7 +11,7 @@ from formats.megatron.args.fields import equal
 from formats.model.codec import Codec, Context, Maker, Spelled, Value, scalar
 
 
-def unsupported_error(context: Context, why: str) -> RefusedError:
+def refusal(context: Context, why: str) -> RefusedError:
     """The error that megatron-core cannot compute a model."""
     return RefusedError(f"megatron-core cannot compute this {context.values['family']}: {why}")
 
@@ -32,7 +32,7 @@ def epsilon_of(what: str, only: float) -> Maker:
 
     def write(value: float, context: Context) -> float:
         if value != only:
-            raise unsupported_error(context, f"its norms have an epsilon of {value:g}, those of its {what} {only:g}")
+            raise refusal(context, f"its norms have an epsilon of {value:g}, those of its {what} {only:g}")
         return value
 
     return single(read, write)
@@ -48,7 +48,7 @@ def fixed(why: str, *allowed: Any) -> Callable[[], Codec]:
 
     def write(value: Any, context: Context) -> Spelled:
         if value not in allowed:
-            raise unsupported_error(context, why.format(short(value)))
+            raise refusal(context, why.format(short(value)))
         return {}
 
     return lambda: Codec(lambda *_: allowed[0], write)

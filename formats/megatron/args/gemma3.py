@@ -26,7 +26,7 @@ from formats.errors import short
 from formats.megatron.args.codecs import choice, only, single
 from formats.megatron.args.layers import FULL, SLIDING
 from formats.megatron.args.mlp import GELU
-from formats.megatron.args.provider import Provider, unsupported_error, unsupported_value
+from formats.megatron.args.provider import Provider, refusal, unsupported_field
 from formats.megatron.args.rope import plain, write_base
 from formats.model.accepted import EPSILON as DEVIATION
 from formats.model.codec import Codec, Context, rows, same
@@ -95,13 +95,13 @@ def _base(place: int) -> Callable[[str], Codec]:
 
     def read(spelled: Any, context: Context) -> float:
         if not isinstance(spelled, list | tuple) or len(spelled) != 2:
-            raise unsupported_value(context.where, f"rotary_base = {short(spelled)} is no pair of bases")
+            raise unsupported_field(context.where, f"rotary_base = {short(spelled)} is no pair of bases")
         return positive_float(spelled[place], "rotary_base", context.where)
 
     def write(_: Any, context: Context) -> list[Any]:
         both = (context.values["rope_local_base_freq"], context.values["rope_theta"])
         if not all(map(_is_number, both)):
-            raise unsupported_error(f"its rotary bases are {short(both)}")
+            raise refusal(f"its rotary bases are {short(both)}")
         return [write_base(base, context) for base in both]
 
     return single(read, write)
@@ -116,9 +116,7 @@ def _write_factor(value: Mapping[str, Any] | None, context: Context) -> float:
     scaling = plain(value or {}, context.values["max_positions"])
     kind, factor = scaling.pop("rope_type", "linear"), scaling.pop("factor", 1.0)
     if kind != "linear" or scaling or not _is_number(factor):
-        raise unsupported_error(
-            f"its rotary embeddings are scaled by a factor alone (linear), these so: {short(value)}"
-        )
+        raise refusal(f"its rotary embeddings are scaled by a factor alone (linear), these so: {short(value)}")
     return float(factor)
 
 
@@ -126,7 +124,7 @@ def _read_window(spelled: Any, context: Context) -> int | None:
     if spelled is None:  # no layer has a window
         return None
     if type(spelled) is not int or spelled < 0:
-        raise unsupported_value(context.where, f"window_size = {short(spelled)} is no number of tokens")
+        raise unsupported_field(context.where, f"window_size = {short(spelled)} is no number of tokens")
     return spelled + 1
 
 
@@ -140,22 +138,20 @@ def _read_turns(spelled: Any, context: Context) -> list[str]:
         case [int(local), int(full)] if local >= 0 and full >= 0 and local + full > 0:
             layers = context.values["layers"]
             if layers is None:
-                raise unsupported_value(context.where, "there is no num_layers")
+                raise unsupported_field(context.where, "there is no num_layers")
             return _kinds(local + full, len(some_layers(layers)))
-    raise unsupported_value(context.where, f"interleaved_attn_pattern = {short(spelled)} is no pair of numbers")
+    raise unsupported_field(context.where, f"interleaved_attn_pattern = {short(spelled)} is no pair of numbers")
 
 
 def _write_turns(_: Any, context: Context) -> list[int]:
     layers, turns = context.values["layers"], context.values["sliding_window_pattern"]
     turns = TURNS if turns is None else turns
     if type(turns) is not int or turns < 1:
-        raise unsupported_error(f"its sliding_window_pattern is {short(turns)}")
+        raise refusal(f"its sliding_window_pattern is {short(turns)}")
     kinds = context.values["layer_types"] or _kinds(turns, layers)
     full_each = kinds.index(FULL) + 1 if FULL in kinds else max(TURNS, layers + 1)
     if kinds != _kinds(full_each, layers):
-        raise unsupported_error(
-            f"of each so many layers the last has no window, those of this model are {short(kinds)}"
-        )
+        raise refusal(f"of each so many layers the last has no window, those of this model are {short(kinds)}")
     return [full_each - 1, 1]
 
 
@@ -165,19 +161,19 @@ def _read_root(spelled: Any, context: Context) -> int:
     scale = positive_float(spelled, "softmax_scale", context.where)
     scalar = scale**-2 if SMALLEST < scale <= 1 else 0.5
     if not math.isclose(scalar, round(scalar), rel_tol=1e-9):
-        raise unsupported_value(context.where, f"softmax_scale = {spelled} is the root of one part of no whole number")
+        raise unsupported_field(context.where, f"softmax_scale = {spelled} is the root of one part of no whole number")
     return round(scalar)
 
 
 def _write_root(scalar: Any, _: Context) -> float:
     if not _is_number(scalar):
-        raise unsupported_error(f"its query_pre_attn_scalar is {short(scalar)}")
+        raise refusal(f"its query_pre_attn_scalar is {short(scalar)}")
     return 1.0 / math.sqrt(scalar)
 
 
 def _read_activation(spelled: Any, context: Context) -> str:
     if not isinstance(spelled, Mapping) or spelled.get("_target_") != TANH["_target_"]:
-        raise unsupported_value(
+        raise unsupported_field(
             context.where, f"activation_func = {short(spelled)} is not supported, only {TANH['_target_']}"
         )
     return next(iter(GELU))
@@ -185,7 +181,7 @@ def _read_activation(spelled: Any, context: Context) -> str:
 
 def _write_activation(value: Any, _: Context) -> Mapping[str, Any]:
     if not GELU.get(value):
-        raise unsupported_error(f"its activation is gelu_pytorch_tanh, this model's {short(value)}")
+        raise refusal(f"its activation is gelu_pytorch_tanh, this model's {short(value)}")
     return TANH
 
 
@@ -194,7 +190,7 @@ def _without(why: str, *allowed: Any) -> Callable[[], Codec]:
 
     def write(value: Any, _: Context) -> Mapping[str, Any]:
         if value not in allowed:
-            raise unsupported_error(why.format(short(value)))
+            raise refusal(why.format(short(value)))
         return {}
 
     return lambda: Codec(lambda *_: allowed[0], write)

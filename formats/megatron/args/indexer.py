@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError
 from formats.layout.table import rules
-from formats.megatron.args.codecs import single, unsupported_error
+from formats.megatron.args.codecs import refusal, single
 from formats.model.codec import Codec, Context, Spelled
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int, some_layers
@@ -76,7 +76,7 @@ def layers_without_indexer(step: str, first: str) -> Codec:
             for offset in range(len(layers) + 1) if some else [0]:
                 if _shared(layers, apart, offset) == tuple(some or ()):
                     return {step: apart, first: offset}
-        raise unsupported_error(context, f"its layers share indexers at equal distances, here {list(some)} have none")
+        raise refusal(context, f"its layers share indexers at equal distances, here {list(some)} have none")
 
     return Codec(read, write)
 

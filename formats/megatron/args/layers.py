@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
-from formats.megatron.args.codecs import single, unsupported_error
+from formats.megatron.args.codecs import refusal, single
 from formats.model.codec import Codec, Context, Maker
 from formats.model.values import some_layers
 
@@ -81,9 +81,7 @@ def _write_kinds(value: Any, context: Context) -> list[int]:
     count = context.values["layers"]
     kinds = value or [FULL if layer % 2 else SLIDING for layer in _layers(context)]
     if not (isinstance(kinds, list) and len(kinds) == count and all(kind in (SLIDING, FULL) for kind in kinds)):
-        raise unsupported_error(
-            context, f"of {short(count)} layers each is {SLIDING} or {FULL}, this model's are {short(kinds)}"
-        )
+        raise refusal(context, f"of {short(count)} layers each is {SLIDING} or {FULL}, this model's are {short(kinds)}")
     return [int(kind == SLIDING) for kind in kinds]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import BIASES
-from formats.megatron.args.codecs import choice, fixed, single, unsupported_error
+from formats.megatron.args.codecs import choice, fixed, refusal, single
 from formats.megatron.args.versions import version_of
 from formats.model.accepted import FUSION
 from formats.model.codec import Codec, Context, Spelled
@@ -77,7 +77,7 @@ gain = fixed(f"the gain of its activation is {ALPHA}, this model's {{}}", ALPHA)
 
 def _write_clamp(limit: Any, context: Context) -> float:
     if type(limit) not in (int, float) or not limit > 0:
-        raise unsupported_error(context, f"its clamp is a number, this model's {short(limit)}")
+        raise refusal(context, f"its clamp is a number, this model's {short(limit)}")
     return float(limit)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
-from formats.megatron.args.codecs import single, unsupported_error
+from formats.megatron.args.codecs import refusal, single
 from formats.megatron.mesh import Mesh
 from formats.model.codec import Codec, Context, Maker
 from formats.model.spec import ModelSpec
@@ -45,9 +45,9 @@ def _read_balancing(spelled: Any, context: Context) -> None:
 def _write_normalized(value: bool, context: Context) -> bool:
     sigmoid, single = context.values["sigmoid"], context.values["top_k"] == 1
     if sigmoid and not value and not single:
-        raise unsupported_error(context, "of a sigmoid's scores its weights always add up to 1")
+        raise refusal(context, "of a sigmoid's scores its weights always add up to 1")
     if value and single:
-        raise unsupported_error(context, "of a single expert it has no weight that is normalized")
+        raise refusal(context, "of a single expert it has no weight that is normalized")
     return not sigmoid and not value
 
 
@@ -73,7 +73,7 @@ def _read_top_groups(spelled: Any, context: Context) -> Any:
 def _write_top_groups(value: int, context: Context) -> int | None:
     grouped = context.values["router_groups"] > 1
     if grouped and (why := _ranked(context.values["top_k"], value, context)):
-        raise unsupported_error(context, why)
+        raise refusal(context, why)
     return value if grouped else None
 
 

@@ -148,11 +148,11 @@ class Provider:
         return spec.vocab
 
 
-def unsupported_error(why: str) -> RefusedError:
+def refusal(why: str) -> RefusedError:
     """The error that Megatron-Bridge cannot compute a model."""
     return RefusedError(f"Megatron-Bridge cannot compute this model: {why}")
 
 
-def unsupported_value(where: str, what: str) -> UnsupportedError:
+def unsupported_field(where: str, what: str) -> UnsupportedError:
     """The error that a field has a value that is not supported."""
     return UnsupportedError(f"{where}: {what}")

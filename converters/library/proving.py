@@ -30,7 +30,7 @@ from converters.plan.targets import plan_reading
 from converters.prove.diff import Difference, compare
 from converters.prove.resumed import digests, has_journal, journal_of
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
-from formats.errors import SourceError, UsageError, VerificationError, some
+from formats.errors import OptionNeededError, SourceError, UsageError, VerificationError, some
 from formats.huggingface import folder as huggingface
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.model.spec import ModelSpec, Spec, Verbatim
@@ -224,6 +224,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
 
     Raises:
         SourceError: there is no manifest.
+        OptionNeededError: the manifest is of a model with a table, and no config tells which.
         UsageError: the manifest is of a model without a table, and a config that is given makes it one with a table.
         VerificationError: the manifest is of a model that a table described, and no table does now.
         Interrupted: a signal came while a journal is kept; the same call resumes.
@@ -239,6 +240,10 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
             f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
         )
     facts, against = remembered
+    if isinstance(checkpoint.spec, Verbatim) and "layers" in facts and checkpoint.config is None:
+        raise OptionNeededError(
+            f"{out} has no config.json, and {MANIFEST} is of a model that a table describes", "add --config BASE"
+        )
     if isinstance(checkpoint.spec, Verbatim) and "layers" in facts and not settings.verbatim:
         raise VerificationError(
             f"{out} is of a model that a table described when {MANIFEST} was written, and none does now: "

@@ -106,6 +106,8 @@ def _sections(where: Path, shape: tuple[int, ...], keys: Mapping[str, Any]) -> t
         UnsupportedError: they are in an unknown form.
     """
     dim, sections, runs = keys.get("cat_dim"), keys.get("param_n_sub_params", 1), keys.get("sub_param_shape")
+    if not isinstance(keys.get("vocab_tensor", False), bool):
+        raise UnsupportedError(f"{where} says vocab_tensor = {short(keys['vocab_tensor'])}")
     if runs is not None:
         state = runs.state if isinstance(runs, Opaque) and isinstance(runs.state, dict) else {}
         sizes_of, dim = state.get("shape"), state.get("partition_dim")

@@ -162,9 +162,11 @@ def test_what_is_refused(convert, tmp_path):
         ("hidden_act", "gelu", "hidden_act = 'gelu_pytorch_tanh'"),
         ("deepstack_visual_indexes", [0], "deepstack_visual_indexes = []"),
         ("rope_parameters", {"rope_theta": 5e3, "rope_type": "axial"}, "a base of 10000, not 5000"),
+        ("rope_theta", 5e3, "a base of 10000, not 5000"),
+        ("rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, "knows no partial_rotary_factor"),
     ):
-        other = config | {"vision_config": config["vision_config"] | {key: value}}
-        (base / "config.json").write_text(json.dumps(other))
+        tower = {name: of_file for name, of_file in config["vision_config"].items() if name != "rope_parameters"}
+        (base / "config.json").write_text(json.dumps(config | {"vision_config": tower | {key: value}}))
         ran = convert("hf2megatron", base, tmp_path / "no", *BRIDGE, *ACCEPT)
         refused(ran, 5, message)
     assert not (tmp_path / "no").exists()

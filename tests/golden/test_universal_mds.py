@@ -87,6 +87,9 @@ def test_commands_that_prove(convert, tmp_path, universal):
     assert convert("verify", tmp_path / "hub", run).code == 0
     assert "each with its CRC-32" in convert("verify", run).out
     refused(convert("zero2hf", run, tmp_path / "no", "--weights", "module"), 3, "there are no weights", "fp32-master")
+    assert convert("zero2universal", run, tmp_path / "named").code == 0
+    refused(convert("verify", tmp_path / "named"), 3, "has no config.json", "add --config BASE")
+    assert convert("verify", tmp_path / "named", "--config", tmp_path / "hub").code == 0
 
 
 def test_deepspeed_gives_another_size_the_rows_of_others(convert, tmp_path, universal):
@@ -151,6 +154,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     ),
     "sections of another tensor": (of(f"{UP}/fp32.pt", param_n_sub_params=5), 3, ("holds [96, 24]", "no 5 sections")),
     "another dimension": (of(f"{UP}/fp32.pt", cat_dim=2), 4, ("says cat_dim = 2",)),
+    "a vocabulary that is no flag": (of(f"{UP}/fp32.pt", vocab_tensor="x"), 4, ("says vocab_tensor = 'x'",)),
     "an unknown layout": (of(f"{UP}/fp32.pt", is_expert_param=True), 4, ("says 'is_expert_param' of its tensor",)),
     "rounded masters": (shaped(f"{UP}/fp32.pt", lambda tensor: tensor.bfloat16()), 3, ("BF16, a master is F32",)),
     "a file of another state": (

@@ -197,11 +197,14 @@ class Vision:
                 f"{spec.vocab} tokens do not divide over tp = {tp}, and {self.name} pads none", "take another --tp"
             )
         tower = self.tower(config)
-        base = (tower.get("rope_parameters") or {}).get("rope_theta", BASE)
+        rotary = {"rope_theta": tower.get("rope_theta", BASE), **(tower.get("rope_parameters") or {})}
+        base = rotary["rope_theta"]
         if base != BASE:
             raise RefusedError(
                 f"Megatron-Bridge's {self.name} turns its tower with a base of {BASE:g}, not {short(base)}"
             )
+        if other := sorted(rotary.keys() - {"rope_theta", "rope_type"}):
+            raise RefusedError(f"Megatron-Bridge's {self.name} knows no {other[0]} of the tower's rotary embedding")
         if self.layers:
             self.layers.require(tower, tp, self.name)
         if self.depth(config) > first:

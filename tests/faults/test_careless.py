@@ -517,6 +517,13 @@ def test_a_source_that_is_not_what_its_manifest_says(model, convert, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_manifest_says_what_it_was_made_of(model, convert, tmp_path):
+    assert convert("hf2megatron", model(), tmp_path / "run", "--tp", 2, "--pp", 2).code == 0
+    assert convert("megatron2hf", tmp_path / "run", tmp_path / "out").code == 0
+    source = json.loads((tmp_path / "out/vitruvian.json").read_text())["source"]
+    assert (source["format"], source["topology"]["tp"], source["topology"]["pp"]) == ("megatron", 2, 2)
+
+
 @pytest.mark.parametrize("what", ["digest", "blake3", "name"])
 def test_a_manifest_that_contradicts_itself(model, convert, tmp_path, what):
     """Its line of the whole and those of the tensors are of one model, or somebody has edited one of them."""

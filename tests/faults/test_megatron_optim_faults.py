@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from formats.errors import UnsupportedError
+from formats.megatron import muon
 from tests.optimizers import add_optimizer, check
 
 FOLDER = "iter_0000003/mp_rank_{:02d}"
@@ -266,12 +268,12 @@ def test_muon_in_files_beside_those_of_the_ranks(runs, convert, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs["plain"], run)
 
-    def muon(stored: dict[str, Any]) -> None:
+    def of_muon(stored: dict[str, Any]) -> None:
         stored["args"].optimizer = "muon"
         del stored["optimizer"]
 
     for rank in range(2):
-        spoil(run, muon, rank=rank)
+        spoil(run, of_muon, rank=rank)
         torch.save([{}], run / f"layer_wise_optimizer_{rank}.pt")
     torch.save([{}], run / FOLDER.format(0) / "layer_wise_optimizer_2.pt")
     ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
@@ -279,6 +281,22 @@ def test_muon_in_files_beside_those_of_the_ranks(runs, convert, tmp_path):
     ran = convert("reshard", run, tmp_path / "out", "-n")
     left = ", ".join(f"layer_wise_optimizer_{rank}.pt" for rank in range(3))
     assert (ran.code, f"only the weights are converted, not {left}, opt_param" in ran.out) == (0, True), ran.out
+
+
+def test_muon_of_experts_is_read_from_one_rank_alone():
+    args = {"num_experts": 4, "expert_model_parallel_size": 1}
+    muon.require_known(args, "run")
+    with pytest.raises(UnsupportedError, match="Muon of experts that are on 2 ranks"):
+        muon.require_known(args | {"expert_model_parallel_size": 2}, "run")
+
+
+def test_a_muon_that_sees_the_parts_of_a_rank_takes_other_steps_at_another_size():
+    args = {"optimizer": "muon", "muon_tp_mode": "blockwise", "tensor_model_parallel_size": 2}
+    assert muon.notes(args, 2) == []
+    (note,) = muon.notes(args, 4)
+    assert "at another --tp its steps differ" in note
+    assert muon.notes(args | {"muon_tp_mode": "duplicated"}, 4) == []
+    assert muon.notes(args | {"optimizer": "adam"}, 4) == []
 
 
 def test_an_optimizer_of_another_kind_asks_for_one(runs, convert, tmp_path):

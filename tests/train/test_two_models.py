@@ -66,7 +66,9 @@ def test_what_was_begun_there_before_comes_to_its_end(both, settings, run):
     [("x/.metadata", "x"), (".metadata", ".metadata"), ("mp_rank_00/model_optim_rng.pt", "mp_rank_00/"),
      ("mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"),
      ("iter_0000005/mp_rank_00/model_optim_rng.pt", "iter_0000005"),
-     ("g/mp_rank_00_model_states.pt", "g"), ("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0")],
+     ("g/mp_rank_00_model_states.pt", "g"), ("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0"),
+     ("pytorch_model_fsdp.bin", "pytorch_model_fsdp.bin"),
+     ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_0.pt")],
     ids=str,
 )  # fmt: skip
 def test_shards_of_any_format_beside_a_model(model, convert, tmp_path, name, other):

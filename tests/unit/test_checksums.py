@@ -16,6 +16,7 @@ from converters.move.crc32 import MANY, SMALL, Checksums, sizes_of
 from formats.checkpoint import OutputFile
 from formats.disk.safetensors import Fragment
 from formats.torch_files import crc32
+from formats.torch_files.saves import RECORD, is_bound
 
 
 def sums(size: int) -> tuple[Checksums, Fragment]:
@@ -66,3 +67,14 @@ def test_what_is_written_twice_is_left_to_a_second_reading():
     known.forget(fragment)
     known.add(fragment, 0, memoryview(b"y"))
     assert known.get(Path("f"), 64) is None
+
+
+def test_files_that_may_be_edited_after_a_save_are_not_in_its_record(tmp_path):
+    kept = ["config.json", "model.safetensors", "mp_rank_00_model_states.pt"]
+    edited = [
+        "tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json", "merges.txt", "added_tokens.json",
+        "special_tokens_map.json", "chat_template.jinja", "generation_config.json",
+    ]  # fmt: skip
+    for name in (*kept, *edited, RECORD):
+        (tmp_path / name).touch()
+    assert sorted(path.name for path in tmp_path.iterdir() if is_bound(path)) == kept

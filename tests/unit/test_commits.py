@@ -59,3 +59,14 @@ def test_a_mark_changes_when_a_checkpoint_is_saved_anew(tmp_path):
     assert before
     os.utime(path, ns=(0, 1))
     assert mark(folder) != before
+
+
+def test_a_link_to_nothing_hides_no_file_beside_it(tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.pt").write_bytes(b"saved")
+        (tmp_path / f"{number}.log").symlink_to(tmp_path / "nothing")
+    seen = {mark(tmp_path)}
+    for number in range(8):
+        (tmp_path / f"{number}.pt").write_bytes(b"saved anew")
+        seen.add(mark(tmp_path))
+    assert len(seen) == 9

@@ -103,6 +103,12 @@ def test_a_lone_surrogate_is_no_text(value):
     assert not is_plain(value)
 
 
+def test_texts_of_python_2_are_latin_1():
+    long, short = b"\x80\x02T\x03\x00\x00\x00ab\xe9.", b"\x80\x02U\x03ab\xe9."
+    for data in (long, short):
+        assert loads(data, "it") == pickle.loads(data, encoding="latin-1") == "ab\u00e9"
+
+
 def test_a_number_that_is_given_again_is_that_of_the_new_object():
     data = b"\x80\x02(]q\x00}q\x01)q\x00h\x00h\x01t."  # a list 0, a map 1, a tuple 0, then 0 and 1
     assert same(loads(data, "it"), pickle.loads(data))
@@ -210,6 +216,15 @@ def test_enums_as_python_3_11_0_to_3_11_3_pickles_them(module, name):
         text = b"X" + struct.pack("<I", len(member.name)) + member.name.encode()
         parsed = loads(b"\x80\x02c__builtin__\ngetattr\n" + f"c{module}\n{name}\n".encode() + text + b"\x86R.", "it")
         assert (parsed.module, parsed.name, parsed.args) == (module, name, (member.value,))
+
+
+def test_the_positions_of_megatron_llm_as_these_pickle_them():
+    """Its megatron/model/enums.py; the package is not installed here."""
+    for number, name in enumerate(("rotary", "absolute"), 1):
+        text = b"X" + struct.pack("<I", len(name)) + name.encode()
+        enum_of = b"cmegatron.model.enums\nPositionEmbeddingType\n"
+        parsed = loads(b"\x80\x02c__builtin__\ngetattr\n" + enum_of + text + b"\x86R.", "it")
+        assert (parsed.name, parsed.args) == ("PositionEmbeddingType", (number,))
 
 
 @pytest.mark.parametrize("entries", [(iter([1]),), (None, iter([("a", 1)]))], ids=["list", "map"])

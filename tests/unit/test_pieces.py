@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from converters.move.descriptors import Descriptors
 from formats.errors import SourceError
-from formats.layout.columns import Columns, boxes
+from formats.layout.columns import Columns, boxes, tile
 from formats.layout.pieces import from_pieces
 from formats.torch_files import dcp_metadata
 from formats.torch_files.rows import Reader, Rows
@@ -90,6 +90,15 @@ def test_columns_that_do_not_tile_a_tensor_are_refused(ranges, message):
     columns = Columns("F32", cuts, [Path("a")], np.zeros(2, np.int32), np.zeros(2, np.int64), None)
     with pytest.raises(SourceError, match=message):
         from_pieces("w", (8,), "F32", columns)
+
+
+@pytest.mark.parametrize(
+    "ranges", [[[(0, 3)], [(3, 8)]], [[(4, 8)], [(0, 4)]], [[(0, 2), (0, 3)], [(0, 2), (3, 4)], [(2, 5), (0, 4)]]]
+)
+def test_columns_that_tile_a_tensor_are_seen_to_do_so_at_once(ranges):
+    """Without a look at each pair: a tensor may have a million pieces."""
+    cuts = boxes(np.array(ranges, np.int64))
+    assert tile(cuts, tuple(max(stop for _, stop in axis) for axis in zip(*ranges, strict=True)))
 
 
 def test_files_are_closed_and_opened_again(tmp_path):

@@ -164,6 +164,14 @@ def test_each_changed_setting_reaches_the_config():
     assert to_huggingface(changed, base)["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
 
 
+def test_each_head_of_llama_1_has_its_own_key():
+    """Its config.json has no num_key_value_heads."""
+    from transformers import AutoConfig
+
+    said = {key: value for key, value in config("llama").items() if key != "num_key_value_heads"}
+    assert from_huggingface(said, {}, "config.json").kv_heads == AutoConfig.for_model(**said).num_key_value_heads == 8
+
+
 def test_llama_2_has_no_rope_theta_and_that_is_said():
     old = old_spelling(config("llama"))
     del old["rope_theta"], old["rope_scaling"], old["num_key_value_heads"]
@@ -489,6 +497,17 @@ def test_the_scaling_that_transformers_assumes_of_cwm():
 def test_a_config_that_says_nothing_of_some_layers_is_refused(changes):
     with pytest.raises(SourceError, match="no_rope_layer"):
         from_huggingface(config("smollm3") | changes, {}, "config.json")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_first_configs_of_lfm2_have_another_name_for_a_tied_head(tied):
+    from transformers import AutoConfig
+
+    said = {key: value for key, value in config("lfm2").items() if key != "tie_word_embeddings"} | {
+        "tie_embedding": tied
+    }
+    theirs = AutoConfig.for_model(**said).tie_word_embeddings
+    assert from_huggingface(said, {}, "config.json").tied == theirs == tied
 
 
 @pytest.mark.parametrize("name", ["seed_oss", "ernie4_5"])

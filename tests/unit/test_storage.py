@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
 from math import prod
 from pathlib import Path
@@ -27,6 +28,7 @@ from formats.disk.safetensors import (
     write_from,
 )
 from formats.errors import SourceError
+from formats.huggingface.folder import _shard
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
@@ -181,3 +183,16 @@ def test_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(SourceError, match=r"absent: No such file"):
         file_size(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tensors_are_spread_over_files_as_huggingface_hub_does(seed):
+    """Tensors as large as a file may be, and larger ones, among them."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    dice = random.Random(seed)
+    sizes = [dice.choice((5, 10, 20, 39, 40, 41)) for _ in range(12)]
+    tensors = {f"{number:02d}": torch.zeros(size, dtype=torch.uint8) for number, size in enumerate(sizes)}
+    theirs = split_torch_state_dict_into_shards(tensors, max_shard_size=40).filename_to_tensors
+    entries = [Entry(name, "U8", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    assert {file: [entry.name for entry in shard] for file, shard in _shard(entries, 40).items()} == theirs

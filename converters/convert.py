@@ -142,7 +142,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
     with stoppable() as stopped, opened as journal:
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
-            opened_files = files_of(request, None, checks, journal)
+            opened_files = files_of(request, None, checks, journal, part=True)
             with disk(request):
                 make_files(target.files, request)
             with disk(request), intact(target, request, journal), opened_files as files, journal.kept(files):
@@ -166,9 +166,11 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     return plan.target, opened
 
 
-def files_of(request: Request, sums: Checksums | None, checks: SourceChecks, journal: Journal) -> Files:
-    """The files that a conversion opens."""
-    turns = Turns(one_writer(request.staging))
+def files_of(
+    request: Request, sums: Checksums | None, checks: SourceChecks, journal: Journal, part: bool = False
+) -> Files:
+    """The files that a conversion opens. A `part` takes no turns to write: other parts may be stopped in theirs."""
+    turns = Turns(not part and one_writer(request.staging))
     return Files(sums, checks, journal.locks, scratch.Scratch(request.staging), turns=turns)
 
 

@@ -4,7 +4,7 @@ The local file systems of Linux write to a file under the exclusive lock of its 
 its holder runs. Two processes that write one file lose a seventh of their CPU-seconds to that. With a lock of ours
 around the write of a whole piece of a tensor, one reads and hashes while the other writes (tests/bench/README.md).
 Lustre and GPFS let several clients write parts of one file together, and a lock of NFS is a request to its server:
-there nobody takes turns.
+there nobody takes turns. Nor do the parts of a conversion (`--part`): one stopped in its turn would stop others.
 """
 
 from __future__ import annotations

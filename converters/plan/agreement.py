@@ -115,8 +115,9 @@ def _require_tie(source: Checkpoint, spec: Verbatim, answer: Mapping[str, Any]) 
     Raises:
         SourceError: it is such a config: the head is not written as a copy of the embedding, and would be lost.
     """
-    held = {placed.key for placed in source.tensors} & spec.copies.keys()
-    for key in sorted(held.intersection(answer.get("missing", ()))):
+    heads = {placed.key for placed in source.tensors} & spec.copies.keys()
+    missing = {*answer.get("missing", ())}
+    for key in sorted(missing if missing <= heads else ()):  # otherwise the config is of another model
         raise SourceError(
             f"{source.root}: its config ties {key} to {spec.copies[key]}, and its class in transformers does not",
             "convert both as they are: --set tied=false",

@@ -345,7 +345,7 @@ class Odd(nn.Module):
 
 def oddities(model: nn.Module) -> None:
     """A vector of 7, a cube and a single number, trained."""
-    model.differing = odd = Odd()
+    model.odd = odd = Odd()
     model.model.norm.register_forward_hook(lambda module, inputs, output: odd(output))
 
 

@@ -117,7 +117,8 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     }
     if family.rope_theta is not None:
         values["rope_theta"] = draw(st.sampled_from([10000.0, 5e5, 1234.5]))
-        values["rope_scaling"] = draw(st.one_of(SCALINGS)) if draw(st.booleans()) else None
+        taken = st.one_of(SCALINGS).filter(family.takes) if family.scalings else st.one_of(SCALINGS)
+        values["rope_scaling"] = draw(taken) if draw(st.booleans()) else None
     needed = {*family.keys, *(("experts", "top_k") if "moe" in traits else ())}
     free = (name for name in CHOICES if name in needed and name not in BOUNDED)
     values |= {name: draw(often[name] if name in often else OF_TYPE[TYPES[name]]) for name in free}

@@ -30,7 +30,7 @@ def follows(settings, monkeypatch):
         saver = SimpleNamespace(finish=lambda: did.append("finish"), start=lambda *_: did.append("save"))
         run = SimpleNamespace(
             prepared=SimpleNamespace(config=config, total=8), saver=saver, sets=sets, world=None, judge=None,
-            engine=SimpleNamespace(trainee=None), watch=SimpleNamespace(again=None), best=None, prompts=None,
+            engine=SimpleNamespace(trainee=None), watch=SimpleNamespace(restart=None), best=None, prompts=None,
         )  # fmt: skip
         progress = Progress(done, 100, 8, 1234, "rows", 9, 64)
         try:

@@ -407,6 +407,7 @@ def test_an_unknown_vocabulary_is_never_guessed(model, convert, tmp_path):
     source = model("llama")
     convert("hf2megatron", source, tmp_path / "m")
     shutil.rmtree(tmp_path / "m/huggingface")
+    (tmp_path / "m/release/vitruvian.json").unlink()
     path = tmp_path / "m/release/mp_rank_00/model_optim_rng.pt"
     stored = torch.load(path, weights_only=False)
     del stored["args"].true_vocab_size

@@ -84,13 +84,20 @@ def _written(family: Family, biases: Collection[str], values: Args) -> Args | No
     return None
 
 
+def _scaling(family: Family, values: Args, where: str) -> str:
+    """A rope scaling as arguments of Megatron-LM; as it is where Megatron-LM has none like it, as of Megatron-LLM."""
+    try:
+        scaled = write(SCALED, {"family": family.name, **values}, {"rotating"}, where)
+    except RefusedError:
+        return short(values["rope_scaling"])
+    return ", ".join(f"{key} = {short(value)}" for key, value in scaled.items() if value != NONE.get(key, value))
+
+
 def _otherwise(family: Family, values: Args, where: str) -> Iterator[str]:
     """Error texts, one for each setting that a family fixes to another value than these settings."""
     yield from fixed_otherwise(family, {name: value for name, value in values.items() if name not in FREE}, where)
     if not family.takes(values["rope_scaling"]):
-        scaled = write(SCALED, {"family": family.name, **values}, {"rotating"}, where)
-        given = (f"{key} = {short(value)}" for key, value in scaled.items() if value != NONE.get(key, value))
-        yield f"a {family.name} has no rope scaling like {', '.join(given)}"
+        yield f"a {family.name} has no rope scaling like {_scaling(family, values, where)}"
     try:
         keys = required(family, values)
     except RefusedError as error:

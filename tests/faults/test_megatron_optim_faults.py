@@ -283,6 +283,18 @@ def test_muon_in_files_beside_those_of_the_ranks(runs, convert, tmp_path):
     assert (ran.code, f"only the weights are converted, not {left}, opt_param" in ran.out) == (0, True), ran.out
 
 
+@pytest.mark.parametrize("argv", [("digest", "RUN"), ("zero2universal", "RUN", "OUT")])
+def test_a_vocabulary_that_nothing_tells_is_asked_for(runs, convert, tmp_path, argv):
+    run, out = shutil.copytree(runs["plain"], tmp_path / "run"), tmp_path / "out"
+    shutil.rmtree(run / "huggingface")
+    for manifest in run.rglob("vitruvian.json"):
+        manifest.unlink()
+    for rank in (0, 1):
+        spoil(run, lambda stored: delattr(stored["args"], "true_vocab_size"), rank=rank)
+    ran = convert(*[{"RUN": run, "OUT": out}.get(word, word) for word in argv])
+    assert (ran.code, "--vocab-size N" in ran.err, out.exists()) == (5, True, False), ran.err
+
+
 def test_muon_of_experts_is_read_from_one_rank_alone():
     args = {"num_experts": 4, "expert_model_parallel_size": 1}
     muon.require_known(args, "run")

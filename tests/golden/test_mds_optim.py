@@ -17,7 +17,9 @@ import pytest
 
 from converters.plan.training_state import optimizer_of
 from formats.checkpoint import Settings
+from formats.deepspeed.mds.optimizer import SAMPLES, Resumed, progress_keys
 from formats.deepspeed.universal import scalar
+from formats.optimizer import Group
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
 from tests.golden.test_mds import CASES, HERE, ORDERS, STAGES, enums, layers_of
@@ -223,3 +225,14 @@ def test_flags_of_a_training_that_goes_on(convert, tmp_path):
             f"--override-{override}-scheduler",
         ]
         assert "--finetune" not in flags
+
+
+@pytest.mark.parametrize(("family", "keys"), [("llama", {"lr_decay_style", "start_wd"}), ("bloom", {"decay_style"})])
+def test_the_schedule_of_each_tree_goes_on_at_the_sample_of_the_training(family, keys):
+    """megatron/optimizer_param_scheduler.py and megatron/learning_rates.py `load_state_dict`; it is constant."""
+    group = Group(lr=0.5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    progress = progress_keys(Resumed(("exp_avg",), (group, group), 3, {SAMPLES: 96}), family)
+    schedule = progress["lr_scheduler"]
+    assert (schedule["max_lr"], schedule["num_steps"], progress["global_samples"]) == (0.5, 96, 96)
+    assert schedule.keys() & {"lr_decay_style", "start_wd", "decay_style"} == keys
+    assert progress_keys(Resumed(("exp_avg",), (group, group), 3, {}), family)["lr_scheduler"]["num_steps"] == 0

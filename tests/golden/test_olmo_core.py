@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from formats.checkpoint import Settings
+from formats.fsdp import olmo_core
 from formats.model.spec import Spec, differences
 from formats.registry import open_checkpoint
 from formats.torch_files import dcp
@@ -244,3 +245,15 @@ def test_a_family_without_a_table_is_refused(model, convert, tmp_path):
     refused(ran, 4, "a name of olmo-core, whose llama has no table", "olmo2, olmo3")
     ran = convert("hf2fsdp", model("llama"), tmp_path / "out", "--names", "olmo-core")
     refused(ran, 4, "whose llama has no table")
+
+
+@pytest.mark.parametrize(
+    ("first", "windows"),
+    [(True, [None, 4, 8, None, 4, 8, None, None]), (False, [4, 8, None, 4, 8, None, 4, None])],
+)
+def test_windows_come_in_turn_over_the_layers(first, windows):
+    """`SlidingWindowAttentionConfig.get_window_size`: the pattern begins after a first layer without a window."""
+    said = {"pattern": [4, 8, -1], "force_full_attention_on_first_layer": first}
+    block = {f"{olmo_core.WINDOW}.{key}": value for key, value in said.items()}
+    context = SimpleNamespace(file={olmo_core.EACH: [block] * 8}, where="config.json")
+    assert olmo_core._windows(context) == windows

@@ -53,7 +53,7 @@ def rope(model: str, accepted: str = "", **parameters: Any) -> Case:
 THETA = {"rope_theta": 1e4}
 TORCH = ("--deterministic-mode",)
 """Linear attention by megatron-core's own code in torch, as a CPU has no kernels of it."""
-ENDS = ("deepseek_v2", "deepseek_v3-tied", "glm4_moe_lite-tied")
+ENDS = ("deepseek_v2", "deepseek_v3-tied", "glm4_moe_lite-tied", "youtu-tied")
 """Latents whose queries have none, which the newest local layers refuse."""
 APART = ("gpt_oss", *ENDS, *LINEAR, *INDEXED)
 SCALED = (

@@ -80,6 +80,13 @@ def test_rounding_and_missing_names_are_asked_for(model):
     assert loaded.unexpected == ()
 
 
+def test_a_model_of_a_class_without_a_table_is_another_family(model):
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 211}
+    opt = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **sizes))
+    with pytest.raises(vitruvian.RefusedError, match=r"family: llama \| opt"):
+        vitruvian.torch.load(opt, model("llama"), strict=False)
+
+
 def test_numbers_that_a_type_does_not_have_are_refused(model, tmp_path):
     source = tmp_path / "hf"
     shutil.copytree(model("llama", "float32"), source)

@@ -183,3 +183,15 @@ def test_shards_are_those_of_transformers(model, convert, tmp_path, size):
     convert("hf2megatron", whole, tmp_path / "m")
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "h", "--shard-size", size).code == 0
     assert files(tmp_path / "h") == files(cut)
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"), [("local", "input_layernorm.weight"), ("te", "self_attention.linear_qkv.layer_norm_weight")]
+)
+def test_a_run_keeps_the_names_of_its_norms(model, convert, tmp_path, norm, name):
+    import torch
+
+    assert convert("hf2megatron", model(), tmp_path / "run", "--norm", norm).code == 0
+    assert convert("reshard", tmp_path / "run", tmp_path / "out", "--tp", 2).code == 0
+    (path,) = (tmp_path / "out").rglob("mp_rank_00/*.pt")
+    assert f"decoder.layers.0.{name}" in torch.load(path, weights_only=False)["model"]

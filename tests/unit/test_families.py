@@ -409,7 +409,10 @@ def test_each_head_of_falcon_40b_has_its_own_key_unless_the_config_says_how_many
     from transformers import AutoConfig
 
     said = {key: value for key, value in FALCON_40B.items() if key != "num_kv_heads"}
-    assert from_huggingface(said, {}, "config.json").kv_heads == AutoConfig.for_model(**said).num_kv_heads == 128
+    spec = from_huggingface(said, {}, "config.json")
+    assert spec.kv_heads == AutoConfig.for_model(**said).num_kv_heads == 128
+    (note,) = [note for note in spec.notes if "num_kv_heads" in note]
+    assert note.startswith("num_kv_heads = 128 ")
 
 
 def test_two_norms_of_falcon_40b_may_be_said():

@@ -135,3 +135,12 @@ def test_the_folder_of_a_file_is_offered_only_if_it_is_a_checkpoint(model, conve
     ran = convert("inspect", model("llama") / "model.safetensors")
     assert ran.err.splitlines()[-1] == f"hint: name its folder: {model('llama')}"
     assert convert("inspect", model("llama")).code == 0
+
+
+def test_files_beside_a_checkpoint_do_not_hide_it(model, convert, tmp_path):
+    """Of a folder with many subfolders the first are looked into; its files are none."""
+    for number in range(100):
+        (tmp_path / f"{number:03}.log").touch()
+    shutil.copytree(model(), tmp_path / "saved")
+    ran = convert("inspect", tmp_path)
+    assert (ran.code, f"name one: {tmp_path / 'saved'}" in ran.err) == (3, True), ran.err

@@ -322,3 +322,17 @@ def test_a_hybrid_without_a_config_and_the_names_of_a_convolution(model, convert
         ran = convert("megatron2hf", run, tmp_path / version, "--set", "vocab=211")
         assert ran.code == 0, ran.err
         assert (tmp_path / version / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+def test_every_third_layer_has_experts_and_none_that_the_list_names(name):
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 9, "decoder_sparse_step": 3, "mlp_only_layers": [5]}
+    config = AutoConfig.for_model(**{**settings_of(name), **sizes})
+    with init_empty_weights():
+        layers = AutoModelForCausalLM.from_config(config).model.layers
+    dense = tuple(number for number, layer in enumerate(layers) if not hasattr(layer.mlp, "experts"))
+    spec = from_huggingface(config.to_dict(), {}, "config.json")
+    assert spec.dense_layers == dense == (0, 1, 3, 4, 5, 6, 7)

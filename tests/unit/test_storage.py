@@ -27,6 +27,7 @@ from formats.disk.safetensors import (
     safetensors_header,
     write_from,
 )
+from formats.disk.zstd_stream import Reader, Stream
 from formats.errors import SourceError
 from formats.huggingface.folder import _shard
 
@@ -196,3 +197,18 @@ def test_tensors_are_spread_over_files_as_huggingface_hub_does(seed):
     theirs = split_torch_state_dict_into_shards(tensors, max_shard_size=40).filename_to_tensors
     entries = [Entry(name, "U8", tuple(tensor.shape)) for name, tensor in tensors.items()]
     assert {file: [entry.name for entry in shard] for file, shard in _shard(entries, 40).items()} == theirs
+
+
+def test_a_compressed_stream_is_read_from_any_place(tmp_path):
+    """Forwards without beginning again: a stream may have gigabytes."""
+    zstandard = pytest.importorskip("zstandard")
+    content = random.Random(0).randbytes(1 << 20)
+    packed = zstandard.compress(content)
+    (tmp_path / "file").write_bytes(b"head" + packed + b"tail")
+    with (tmp_path / "file").open("rb") as file:
+        reader = Reader(file.fileno(), tmp_path / "file", Stream(4, len(packed)))
+        for offset in (0, 700_000, 10, 300_000, 300_000, 0):
+            decoder, forwards, buffer = reader.decoder, offset >= reader.position, bytearray(1000)
+            reader.read_into(memoryview(buffer), offset)
+            assert buffer == content[offset : offset + 1000]
+            assert (reader.decoder is decoder) == forwards

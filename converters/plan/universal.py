@@ -19,12 +19,12 @@ from converters.plan.targets import require_vocab
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import model_files, modules, universal, zero
-from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.neox.tables import slots_of
 from formats.deepspeed.neox.writer import YML
 from formats.deepspeed.neox.yml_file import dump_yml
+from formats.deepspeed.optimizer import step_of
 from formats.deepspeed.universal import Parameter, States
 from formats.detect import signs
 from formats.disk.safetensors import Fragment
@@ -82,7 +82,7 @@ def plan_universal(states: States, request: Request) -> Plan:
             "convert hf2fsdp --with-optimizer takes it",
         )
     masters = opened["fp32"]
-    parameters = list(_parameters(masters, zero_partitions.step_of(partitions, model)))
+    parameters = list(_parameters(masters, step_of(partitions, model)))
     ranks = len([path for path in tag.iterdir() if saved_names.MODEL.fullmatch(path.name)]) or 1
     frozen = _frozen(model, {parameter.name for parameter in parameters})
     head = {**model, deepspeed.OURS: {"frozen": frozen, **_known(masters)}}

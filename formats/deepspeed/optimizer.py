@@ -20,9 +20,10 @@ from formats.deepspeed import model_files, muon, universal, zero
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
-from formats.deepspeed.partitions import Partition, step_of
+from formats.deepspeed.partitions import Partition
+from formats.deepspeed.steps import COUNTER
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.optimizer import CARRIED, MOMENTS, MOMENTUM, NAMES, STATES, AnyGroup, Optimizer, group_of
+from formats.optimizer import CARRIED, MOMENTS, MOMENTUM, NAMES, STATES, AnyGroup, Optimizer, group_of, required_states
 from formats.torch_files import saved_names
 
 OPENERS = {neox.Neox: neox.read_states, mds.MegatronDeepSpeed: mds.read_states}
@@ -108,6 +109,26 @@ def _require_no_sums(source: Checkpoint) -> None:
                 f"{placed.key} is a sum over tensor parallel ranks, whose moments no other format can hold",
                 "convert the weights alone",
             )
+
+
+def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
+    """The number of steps of the optimizer; that of the model file for a Lion that does not record it.
+
+    Raises:
+        SourceError: a file does not record the steps.
+        UnsupportedError: groups of parameters have made different numbers of steps.
+    """
+    lion = STATES[2] not in required_states((group for partition in partitions for group in partition.settings), ())
+    made, skipped = model.get(COUNTER), model.get("skipped_steps") or 0
+    if lion and not any(partition.steps for partition in partitions) and type(made) is type(skipped) is int:
+        return made - skipped
+    for partition in partitions:
+        if len(partition.steps) < sum(flat is not None for flat in partition.groups["exp_avg"]):
+            raise SourceError(f"{partition.path} does not say how many steps its optimizer has made")
+    steps = {step for partition in partitions for step in partition.steps}
+    if len(steps) > 1:
+        raise UnsupportedError(f"{partitions[0].path.parent}: its groups of parameters have made {sorted(steps)} steps")
+    return steps.pop() if steps else 0.0
 
 
 def _owners(partitions: Iterable[Partition]) -> Owners:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from formats.deepspeed import duplicate_partitions, eight_bits, muon
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.flat_pieces import flat_piece, whole_of
-from formats.deepspeed.steps import COUNTER, number, steps_made
+from formats.deepspeed.steps import number, steps_made
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Ints, boxes
@@ -283,26 +283,6 @@ def require_known(path: Path, kept: Iterable[str]) -> None:
             "states are carried",
             refusal_hint(others),
         )
-
-
-def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
-    """The number of steps of the optimizer; that of the model file for a Lion that does not record it.
-
-    Raises:
-        SourceError: a file does not record the steps.
-        UnsupportedError: groups of parameters have made different numbers of steps.
-    """
-    lion = STATES[2] not in required_states((group for partition in partitions for group in partition.settings), ())
-    made, skipped = model.get(COUNTER), model.get("skipped_steps") or 0
-    if lion and not any(partition.steps for partition in partitions) and type(made) is type(skipped) is int:
-        return made - skipped
-    for partition in partitions:
-        if len(partition.steps) < sum(flat is not None for flat in partition.groups["exp_avg"]):
-            raise SourceError(f"{partition.path} does not say how many steps its optimizer has made")
-    steps = {step for partition in partitions for step in partition.steps}
-    if len(steps) > 1:
-        raise UnsupportedError(f"{partitions[0].path.parent}: its groups of parameters have made {sorted(steps)} steps")
-    return steps.pop() if steps else 0.0
 
 
 def flat_fragment(file: TorchFile, ref: Any, name: str) -> Fragment:

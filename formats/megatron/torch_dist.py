@@ -28,7 +28,6 @@ from typing import Any
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.columns import Cut
@@ -37,15 +36,16 @@ from formats.layout.pieces import Scattered, match_pieces, unstack
 from formats.layout.slots import Slot
 from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
-from formats.megatron import common_state, lora, mtp, muon, vision_language
+from formats.megatron import common_state, extra_states, lora, mtp, muon, vision_language
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, indexer, linear_attention, mla, providers, run_config, state_space
+from formats.megatron.args import flags, linear_attention, providers, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, expert_groups
 from formats.megatron.classic import FLAGS, assets_of, spec_of, topology_of
 from formats.megatron.common_state import ABOUT, BACKEND
 from formats.megatron.details import details
+from formats.megatron.extra_states import LAYERS
 from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
@@ -62,7 +62,6 @@ from formats.torch_files.pickle_values import Namespace
 
 NAME = FORMAT.name
 EMBEDDING = "embedding.word_embeddings.weight"
-LAYERS = "decoder.layers."
 LIGHTNING = "module."
 """The prefix of each name in NeMo 2, whose model is in a Lightning module."""
 OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
@@ -111,20 +110,6 @@ decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_v    shared_up: shar
 """)
 SPLIT = (*HALVES, *(rule for rule in mtp.rules_of(HALVES, mtp.BLOCK) if rule not in (*mtp.BEFORE, *mtp.BEHIND)))
 """linear_fc1 (transformer/mlp.py:300) and experts as saved with `singleton_local_shards`; all else is in `TABLE`."""
-
-STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
-"""Modules of each layer whose empty `_extra_state` a strict load requires; some layers have more such modules."""
-LINEAR = ("linear_fc1", "linear_fc2")
-LATENT = ("fc1_latent_proj", "fc2_latent_proj")
-TE_STATES = ("self_attention.core_attention",)
-"""Of Transformer Engine's attention, required by megatron-core up to 0.14 (transformer_engine.py:1436 at 0.16.1)."""
-TE_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
-"""Of Transformer Engine's unfused norms (get_extra_state in transformer_engine/pytorch/ops/op.py at 013e42fc)."""
-BRIDGE_NORMS = {
-    "output_norm": "self_attention.linear_proj.post_layernorm",
-    "down_norm": "mlp.linear_fc2.post_layernorm",
-}
-"""Logical tensor: the module of Megatron-Bridge that holds it and has an `_extra_state`."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -329,7 +314,7 @@ def write(
         ranks = [[*stored, *_states_of(optimizer, stored)] for stored in ranks]
     ranks = model.stored(ranks) if model else ranks
     ranks = [[*chain.from_iterable(ranks)]] if options.archive else ranks
-    states = _extra_states(spec, options.norm)
+    states = extra_states.names(spec, options.norm)
     extra = dict.fromkeys(model.states(states) if model else states, packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
     kinds = expert_groups(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
@@ -422,35 +407,3 @@ def _states_of(optimizer: Optimizer, weights: Sequence[dcp_writer.SlotPart]) -> 
             by_muon = several and muon.trains(slot)
             name = megatron_optim.stored_name(state, optimizer.distributed and not by_muon)
             yield weight._replace(name=f"{PREFIX}{name}.{weight.name}", state=state, dtype=slot_dtype(slot, dtypes))
-
-
-def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
-    """Yield the `_extra_state` names that megatron-core requires, for local or Transformer Engine layers (`norm`)."""
-    te, family = norm == "te", family_named(spec.family)
-    latent = mla.states(spec, te=te) if "latent" in family.traits else STATES
-    attention = [*latent, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]
-    added = {tensor: [name] for tensor, name in BRIDGE_NORMS.items() if tensor in spec.tensors}
-    attention += added.get("output_norm", [])
-    recurrent = [f"self_attention.{name}" for name in (*linear_attention.STATES, "out_norm")]
-    indexing = [f"{indexer.INDEXER}.{name}" for name in indexer.STATES]
-    mixers = {"recurrent": recurrent, "state": state_space.STATES, "attention": attention, "indexing": indexing}
-    sparse = ["pre_mlp_layernorm"] if te else []
-    sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_experts" in family.traits else []
-    sparse += [f"mlp.{name}" for name in LATENT] if spec.expert_latent else []
-    mlps = {"sparse": sparse, "dense": [*(f"mlp.{name}" for name in LINEAR), *added.get("down_norm", [])]}
-    for layer, kinds in enumerate(spec.layer_kinds):
-        apart, further = spec.mixed or MTP in kinds, f"mtp.layers.{layer - spec.layers}."
-        place, number = (f"{LAYERS}{layer}.", "0_1") if apart else (LAYERS, f"{layer}_{spec.layers}")
-        if MTP in kinds:
-            place = f"{further}{mtp.BLOCK}."
-            yield from (
-                f"{further}{name}._extra_state/shard_0_1" for name in (*mtp.STATES, *(mtp.TE_STATES if te else ()))
-            )
-        experts = "sparse" in kinds
-        for module in [name for kind, names in (mixers | mlps).items() if kind in kinds for name in names]:
-            yield f"{place}{module}._extra_state/shard_{number}"
-        for name, expert in product(LINEAR, range(spec.experts or 0)) if experts else ():
-            shard = f"{expert}_{spec.experts}" if apart else f"{layer}.{expert}_{spec.layers}.{spec.experts}"
-            yield f"{place}mlp.experts.experts.{name}._extra_state/shard_{shard}"
-    last = [] if not te else ["decoder.final_layernorm"] if spec.mlp_layers is None else state_space.LAST_STATES
-    yield from (f"{module}._extra_state/shard_0_1" for module in last)

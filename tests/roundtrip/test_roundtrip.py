@@ -195,3 +195,9 @@ def test_a_run_keeps_the_names_of_its_norms(model, convert, tmp_path, norm, name
     assert convert("reshard", tmp_path / "run", tmp_path / "out", "--tp", 2).code == 0
     (path,) = (tmp_path / "out").rglob("mp_rank_00/*.pt")
     assert f"decoder.layers.0.{name}" in torch.load(path, weights_only=False)["model"]
+
+
+def test_an_iteration_that_is_named_itself_has_the_tokenizer_of_its_run(model, convert, tmp_path):
+    assert convert("hf2megatron", model(), tmp_path / "run", "--iteration", 5).code == 0
+    assert convert("megatron2hf", tmp_path / "run/iter_0000005", tmp_path / "out").code == 0
+    assert files(tmp_path / "out") == files(model())

@@ -336,3 +336,19 @@ def test_every_third_layer_has_experts_and_none_that_the_list_names(name):
     dense = tuple(number for number, layer in enumerate(layers) if not hasattr(layer.mlp, "experts"))
     spec = from_huggingface(config.to_dict(), {}, "config.json")
     assert spec.dense_layers == dense == (0, 1, 3, 4, 5, 6, 7)
+
+
+def test_a_step_of_linear_attention_leaves_the_last_layer_of_each_to_full_attention():
+    """megatron-core 0.16.1 experimental_attention_variant_module_specs.py `get_linear_attention_pattern`."""
+    fields = {"num_hidden_layers": 8, "layer_types": None, "full_attention_interval": 4, **EPSILON}
+    spec = from_huggingface(settings_of("qwen3_next", **fields), {}, "one")
+    assert spec.recurrent_layers == (0, 1, 2, 4, 5, 6)
+    args = to_megatron(spec)
+    assert from_megatron(args | {"linear_attention_freq": 4}, {}, None, "args") == from_megatron(args, {}, None, "args")
+
+
+def test_without_a_number_of_heads_a_state_space_is_twice_as_wide_as_the_model():
+    """megatron-core 0.16.1 ssm/mamba_mixer.py: `d_inner = expand * d_model`, expand = 2."""
+    args = to_megatron(from_huggingface(settings_of("nemotron_h", **EPSILON), {}, "one"))
+    wide = args | {"mamba_num_heads": None, "mamba_head_dim": 8, "mamba_num_groups": 4}
+    assert from_megatron(wide, {}, None, "args").state_heads == 2 * args["hidden_size"] // 8

@@ -311,6 +311,7 @@ def test_a_class_without_a_head_is_given_none(name, headless):
         ({"num_experts": 8, "moe_router_topk": 2, "moe_router_score_function": "sigmoid"}, "no known family"),
         ({"num_experts": 8, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 64}, "no known family"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "no known family"),
+        ({"mtp_num_layers": 1}, "a llama with a layer that predicts further tokens has no table here"),
     ],
 )
 def test_megatron_settings_without_counterpart_are_refused(changes, reason):

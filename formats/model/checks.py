@@ -41,6 +41,12 @@ def _produced(m: ModelSpec) -> bool:
     return not reusing or own == {layer in full for layer in range(m.layers)}
 
 
+def _state_width(m: ModelSpec) -> object:
+    """Elements of all heads of a state space, as the config says apart from the heads; None where it does not."""
+    expansion = m.own.get("mamba_expand", m.own.get("expand"))
+    return m.own.get("mamba_d_ssm", None if expansion is None else expansion * m.hidden)
+
+
 # fmt: off
 CHECKS = (
     Check(SourceError, lambda m, _: m.layers > MOST_LAYERS, "{m.layers} layers are no model"),
@@ -92,6 +98,9 @@ CHECKS = (
           "recurrent"),
     Check(SourceError, lambda m, _: (m.state_heads or 0) % (m.state_groups or 1),
           "{m.state_heads} heads of state spaces do not divide into {m.state_groups} groups", "state"),
+    Check(SourceError, lambda m, _: _state_width(m) not in (None, (m.state_heads or 0) * (m.state_dim or 0)),
+          "{m.state_heads} heads of state spaces with {m.state_dim} elements each are not as wide as the config says: "
+          "mamba_d_ssm, or else mamba_expand (expand) times the hidden size of {m.hidden}", "state"),
     Check(SourceError, lambda m, _: {*(m.state_layers or ())} & {*(m.mlp_layers or ())},
           "layers {m.state_layers} have state spaces, and layers {m.mlp_layers} are an MLP: some are both", "state"),
 )

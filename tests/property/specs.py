@@ -147,6 +147,11 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
 def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
     """The values, where the table ties them: to the only one that it supports, or to another setting."""
     keys, first = {**USUAL, **family.keys}, dict[str, str]()
+    if {"mamba_expand", "expand"} & values["own"].keys():  # times the hidden size: the width of all heads
+        key = "mamba_expand" if "mamba_expand" in values["own"] else "expand"
+        values["own"][key] = 1 if keys["state_dim"] == keys["head_dim"] else values["own"][key]
+        values |= {"hidden": values["heads"] * values["head_dim"], "state_heads": values["heads"]}
+        values["state_dim"] = values["head_dim"] * values["own"][key]
     for name, key in keys.items():
         if key in family.requires and name in values:
             values[name] = family.requires[key]
@@ -173,6 +178,8 @@ def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
         values["reusing_ffn"] = 2 * values["ffn"] if values["reusing_ffn"] % 2 else None
     if "layer_width" in keys:
         values["layer_width"] = values["layer_width"] if values["layer_width"] % 2 else None
+    if "mamba_d_ssm" in values["own"]:
+        values["own"]["mamba_d_ssm"] = values["state_heads"] * values["state_dim"]
     if "state_groups" in keys:
         values["state_groups"] = gcd(values["state_heads"], values["state_groups"])
     return values

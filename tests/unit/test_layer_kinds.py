@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, VitruvianError
 from formats.families import find_family
@@ -46,6 +47,23 @@ def test_kinds_of_layers():
 def test_configs_that_make_no_such_model(changes, reason):
     with pytest.raises(VitruvianError, match=reason):
         from_huggingface(settings_of("qwen3_5_text", **EPSILON, **changes), {}, "one")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mamba2", {"expand": 1}),
+        ("bamba", {"mamba_expand": 1}),
+        ("granitemoehybrid", {"mamba_expand": 4}),
+        ("falcon_h1", {"mamba_d_ssm": 64}),
+    ],
+)
+def test_heads_of_state_spaces_are_as_wide_as_the_config_says(name, changes):
+    """Their classes in transformers 5.23 refuse such a config, whose weights have the shapes of the heads."""
+    config = {**AutoConfig.for_model(**settings_of(name)).to_dict(), "architectures": None}
+    assert from_huggingface(config, {}, "one").state_heads == 8
+    with pytest.raises(SourceError, match="8 heads of state spaces with 1. elements each are not as wide as"):
+        from_huggingface(config | changes, {}, "one")
 
 
 @pytest.mark.parametrize(

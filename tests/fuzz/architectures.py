@@ -17,21 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-SMALL: Mapping[str, int] = {
-    "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "embedding_size": 64, "word_embed_proj_dim": 64,
-    "num_hidden_layers": 3, "n_layer": 3, "n_layers": 3, "num_layers": 3, "depth": 3, "decoder_layers": 3,
-    "encoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
-    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 96, "moe_intermediate_size": 24, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
-    "d_ff": 96, "vocab_size": 160, "max_position_embeddings": 64, "n_positions": 64, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "num_experts_per_token": 2, "n_group": 1, "topk_group": 1,
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-    "out_hidden_size": 64, "image_size": 32, "patch_size": 16, "state_size": 8, "expand": 2, "projection_dim": 64,
-    "lm_head_dim": 64, "embed_dim": 64, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32,
-    "audio_vocab_size": 160, "vocab_size_per_layer_input": 160, "hidden_size_per_layer_input": 16,
-}  # fmt: skip
-"""Sizes, as far as a config has them, that keep a model under a megabyte."""
+from tests.fuzz.sizes import SMALL, SPECIAL, with_changes
+
 LARGEST = 20_000_000
 """Parameters of a model that is still taken."""
 Saved = Callable[[Path, dict[str, Any], random.Random], list[str]]
@@ -41,27 +28,6 @@ BY_LAYER = ("indexer_types", "layer_types", "mlp_layer_types", "layers_block_typ
 """Keys that say something of each layer; a class makes them itself of the number of these."""
 UNSAID = ("head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_key_value_heads")
 """Sizes that some classes leave to be null, and others cannot compute with."""
-STEP = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "vocab_size": 160, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
-    "moe_intermediate_size": 24, "share_expert_dim": 24, "num_sliding_attention_heads": 6,
-    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limits": [0.0, 0.2, 0.3],
-}  # fmt: skip
-"""A text with heads and clamps of single layers, whose class assumes no window."""
-SPECIAL: Mapping[str, Mapping[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "step3p7": {"text_config": STEP},
-    "xlnet": {"d_head": 16},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""Settings that the class of a type wants beside the small sizes."""
 
 
 def smaller(config: dict[str, Any], *, sparse: bool = False) -> dict[str, Any]:
@@ -119,7 +85,7 @@ def built(kind: str, seed: int, *, sparse: bool) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     defaults = CONFIG_MAPPING[kind]().to_dict()
-    config = CONFIG_MAPPING[kind].from_dict({**smaller(defaults, sparse=sparse), **SPECIAL.get(kind, {})})
+    config = CONFIG_MAPPING[kind].from_dict(with_changes(smaller(defaults, sparse=sparse), SPECIAL.get(kind, {})))
     config.architectures = [class_of(kind, defaults)]
     model_class = getattr(transformers, config.architectures[0])
     with torch.device("meta"):

@@ -44,6 +44,9 @@ INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 KINDS = {"safetensors": (SINGLE, INDEX), "pickled": PICKLED}
 """Kind of weight files: the single file and the index. transformers loads the first kind where a folder has both."""
+ELSEWHERE = {"configuration_files": "settings", "transformers_weights": "weights"}
+"""Config key by which transformers reads another file than the usual one: what is in it (transformers 5.23.0,
+configuration_utils.py `get_configuration_file`, modeling_utils.py `_get_resolved_checkpoint_files`)."""
 NOTHING_SAID = Settings()
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 
@@ -99,8 +102,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         SourceError: there is none, or its `quantization_config` is empty.
+        UnsupportedError: with it transformers reads other files than those of usual names.
     """
     config = read_json(folder / "config.json")
+    for key, content in ELSEWHERE.items():
+        if config.get(key):
+            raise UnsupportedError(
+                f"{folder / 'config.json'} says {key} = {short(config[key])}: transformers reads its {content} there",
+                f"give the file with its {content} the usual name, and remove the key",
+            )
     if config.get("quantization_config") == {}:
         raise SourceError(
             f"{folder / 'config.json'} says quantization_config = {{}}, with which transformers loads no model",

@@ -137,7 +137,7 @@ def _fraction(part: Any, key: str, family: Family, context: Context) -> Any:
         width = positive_int(config.get("head_dim") or family.head_dim, "head_dim", where)
         part = positive_int(config[ROTATING], ROTATING, where) / width
     if key:
-        return part or assumed(key, family.defaults["rotary_fraction"], context)
+        return assumed(key, family.defaults["rotary_fraction"], context) if part is None else part
     if part not in (None, 1.0):
         raise UnsupportedError(f"{where}: partial_rotary_factor is not supported for {family.name}")
     return None

@@ -560,3 +560,21 @@ def test_shards_without_their_index(convert, tmp_path, name):
     (tmp_path / "hf/config.json").write_text("{}")
     index = name.replace("-{:05}-of-00002", "") + ".index.json"
     refused(convert("hf2hf", tmp_path / "hf", tmp_path / "out"), 3, f"shards of a model without their index, {index}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "content"),
+    [
+        ("configuration_files", ["config.4.0.json"], "settings"),
+        ("transformers_weights", "other.safetensors", "weights"),
+    ],
+)
+def test_a_config_that_names_other_files_than_are_read_is_refused(model, convert, tmp_path, key, value, content):
+    """transformers 5.23 reads those instead; config.json and model.safetensors were converted, exit code 0."""
+    shutil.copytree(model(), tmp_path / "src")
+    config = json.loads((tmp_path / "src/config.json").read_text())
+    (tmp_path / "src/config.json").write_text(json.dumps(config | {key: value}))
+    for command in ("hf2megatron", "hf2hf"):
+        refused(convert(command, tmp_path / "src", tmp_path / "out"), 4, f"says {key} = ", f"reads its {content} there")
+    (tmp_path / "src/config.json").write_text(json.dumps(config | {key: [] if content == "settings" else None}))
+    assert convert("hf2hf", tmp_path / "src", tmp_path / "out").code == 0

@@ -62,7 +62,7 @@ def test_heads_of_state_spaces_are_as_wide_as_the_config_says(name, changes):
     """Their classes in transformers 5.23 refuse such a config, whose weights have the shapes of the heads."""
     config = {**AutoConfig.for_model(**settings_of(name)).to_dict(), "architectures": None}
     assert from_huggingface(config, {}, "one").state_heads == 8
-    with pytest.raises(SourceError, match="8 heads of state spaces with 1. elements each are not as wide as"):
+    with pytest.raises(SourceError, match=r"8 heads of state spaces with 1. elements each are not as wide as"):
         from_huggingface(config | changes, {}, "one")
 
 

@@ -1017,3 +1017,19 @@ def test_a_model_whose_tokens_see_those_after_them_has_no_table(value):
     for name in MODELS:
         with pytest.raises(UnsupportedError, match=f"is_causal = {value} is not supported"):
             from_huggingface(config(name) | {"is_causal": value}, {}, "config.json")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "glm4_moe"])
+def test_settings_of_single_layers_have_no_table(name):
+    """transformers 5.23 takes the key of every model, whose own config it is then for one layer."""
+    with pytest.raises(UnsupportedError, match="per_layer_config, settings of single layers, is not supported"):
+        from_huggingface(config(name) | {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, {}, "config.json")
+    assert from_huggingface(config(name) | {"per_layer_config": {}}, {}, "config.json")
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "phi3", "nemotron", "qwen3_next", "gpt_neox"])
+def test_a_rotary_fraction_of_nothing_is_no_missing_one(name):
+    """transformers turns no element of a head with it; the default of the class was taken, exit code 0."""
+    changes = {"partial_rotary_factor": 0.0, "rotary_pct": 0.0, "rope_parameters": None, "rope_scaling": None}
+    with pytest.raises(VitruvianError, match=r"rotary_fraction = 0\.0|partial_rotary_factor = 0\.0|rotary_pct = 0\.0"):
+        from_huggingface({**config(name), **changes, "rope_theta": 1e4}, {}, "config.json")

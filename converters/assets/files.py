@@ -43,7 +43,8 @@ LAST = 1 << 10
 """Bytes at the end of a tokenizer.json that are checked."""
 PAD = "pad_token_id"
 """The token for which an embedding of transformers has to have a row."""
-FOLDERS = ("additional_chat_templates",)
+FOLDERS = ("additional_chat_templates", "custom_generate")
+"""Folders whose files are carried: chat templates, code of `generate` (transformers 5.23.0, generation/utils.py)."""
 DTYPE = ("dtype", "torch_dtype")
 """The config keys for the element type of the weights, in transformers 5 and 4."""
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -107,12 +107,13 @@ def _settings(family: Family, context: Context) -> dict[str, Any]:
     settings = config.get(PARAMETERS) or config.get(SCALING) or {}
     if config.get(SCALING) not in (None, {}, settings):  # transformers 5.23.0 uses it, and drops the other
         raise SourceError(f"{where} has rope_parameters and a rope_scaling that differs", "remove one of them")
-    base = settings.get(THETA) if isinstance(settings, dict) else None
-    if base is not None and config.get(THETA) not in (None, base):  # transformers 5 takes the first, 4 the other
-        raise SourceError(
-            f"{where} contradicts itself: {THETA} = {short(config[THETA])} and {short(base)} in its rotary settings",
-            "remove the one that the model was not trained with",
-        )
+    for key in (THETA, PARTIAL) if isinstance(settings, dict) else ():
+        value = settings.get(key)
+        if value is not None and config.get(key) not in (None, value):  # transformers 5 takes this one, 4 the other
+            raise SourceError(
+                f"{where} contradicts itself: {key} = {short(config[key])} and {short(value)} in its rotary settings",
+                "remove the one that the model was not trained with",
+            )
     if not settings and config.get(PARAMETERS) is None and SCALING in family.defaults:
         settings = assumed(PARAMETERS, family.defaults[SCALING], context)
     if LOCAL in family.own and _by_kind(config.get(PARAMETERS)):

@@ -190,7 +190,8 @@ RUN = """
 README.md LICENSE.txt NOTICE USE_POLICY.md .gitattributes config.json generation_config.json vitruvian.json
 configuration_deepseek.py modeling_deepseek.py tokenizer.json tokenizer.model tokenizer_config.json vocab.json
 merges.txt special_tokens_map.json added_tokens.json chat_template.jinja chat_template.json
-additional_chat_templates/tool_use.jinja preprocessor_config.json model-00001-of-00002.safetensors
+additional_chat_templates/tool_use.jinja custom_generate/generate.py preprocessor_config.json
+model-00001-of-00002.safetensors
 model.safetensors.index.json pytorch_model.bin adapter_config.json adapter_model.safetensors
 original/consolidated.00.pth original/params.json training_args.bin trainer_state.json scheduler.pt
 optimizer.pt optimizer.bin scheduler.bin rng_state_0.pth random_states_0.pkl scaler.pt latest zero_to_fp32.py

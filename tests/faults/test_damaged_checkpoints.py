@@ -300,6 +300,7 @@ def test_a_tokenizer_that_is_not_what_was_written_is_noticed(model, convert, tmp
         "tokenizer.json": "{}",
         "chat_template.jinja": "{{ 1 }}",
         "additional_chat_templates/tool.jinja": "{{ 2 }}",
+        "custom_generate/generate.py": "pass",
     }
     for name, text in {**small, "README.md": "Mine"}.items():
         (source / name).parent.mkdir(exist_ok=True)

@@ -968,6 +968,10 @@ def test_rotary_settings_in_two_places_have_to_agree():
     assert from_huggingface(settings | {"rope_theta": 1e4}, {}, "one").rope_theta == 1e4
     with pytest.raises(SourceError, match=r"contradicts itself: rope_theta = 5\.0 and 10000\.0"):
         from_huggingface(settings | {"rope_theta": 5.0}, {}, "one")
+    partial = config("glm4_moe")
+    assert partial["rope_parameters"]["partial_rotary_factor"] == 0.5
+    with pytest.raises(SourceError, match=r"contradicts itself: partial_rotary_factor = 0\.25 and 0\.5"):
+        from_huggingface(partial | {"partial_rotary_factor": 0.25}, {}, "one")
     both = {"rope_parameters": yarn, "rope_scaling": yarn}
     assert from_huggingface(settings | both, {}, "one").rope_scaling == yarn
 

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 """Suffixes that no folder of a checkpoint has."""
+STATE_FILE = ".pt"
+"""The suffix of small files that hold the state of a training."""
 ANEW = "what was written is deleted, the same command starts over"
 
 
@@ -256,11 +258,19 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
     digest.check_source(plan, digests)
     written = assets.write(request.root, target.texts, target.copies)
     if plan.plan_of_output is None or plan.remembered:
-        small = sorted(name for name in {*target.texts, *target.copies} if is_read_with_model(PurePath(name).name))
+        small = sorted(name for name in {*target.texts, *target.copies} if _is_remembered(PurePath(name), target))
         home = request.root / target.home
         small_sums = small_digests(home, [os.path.relpath(name, target.home) for name in small])
         written += assets.write(home, {MANIFEST: digest.manifest(plan, digests, small_sums)}, {})
     return written
+
+
+def _is_remembered(name: PurePath, target: Target) -> bool:
+    """Whether a manifest records a small file: one that is read with a model, or that holds the state of a training.
+
+    Trackers beside the folder of the manifest are written again by a training that goes on.
+    """
+    return is_read_with_model(name.name) or (name.suffix == STATE_FILE and name.is_relative_to(target.home))
 
 
 def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = ()) -> None:

@@ -85,8 +85,8 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **options: Any) -> None:
     """Check OUT against its manifest, or against SRC in any format.
 
-    A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, and
-    must make a checkpoint together.
+    A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, files
+    in the Hub's cache against their names, which are hashes, and they must make a checkpoint together.
     """
     from converters.library.proving import verify_with
     from formats.checkpoint import MANIFEST
@@ -95,7 +95,7 @@ def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **op
     if share is not None and not whole:
         raise UsageError("--part compares with a manifest", f"without it: convert verify {out} {src or ''}".rstrip())
     if src is None and not whole:
-        _verify_archives(out, options, as_json)
+        _verify_alone(out, options, as_json)
         return
     result = verify_with(out, src, _effects(options, as_json), share)
     if as_json:
@@ -110,16 +110,19 @@ def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **op
         click.echo(f"{out} equals {result.name}: {result.tensors} tensors\ndigest {result.digest}")
 
 
-def _verify_archives(folder: Path, options: Mapping[str, Any], as_json: bool) -> None:
+def _verify_alone(folder: Path, options: Mapping[str, Any], as_json: bool) -> None:
+    """Check the files of a folder against the checksums that they have themselves."""
     from converters.common.progress import Progress
+    from converters.prove import hub_blobs
     from converters.prove.archive_crc import archives, check
     from formats.checkpoint import MANIFEST
     from formats.torch_files import saves
 
-    paths = archives(folder)
-    with Progress("checking", sum(path.stat().st_size for path in paths), as_json) as progress:
+    paths, blobs = archives(folder), hub_blobs.blobs(folder)
+    with Progress("checking", sum(path.stat().st_size for path in (*paths, *blobs)), as_json) as progress:
         result = check(paths, options["threads"], progress.advance)
-    if not result.files:
+        changed = hub_blobs.changed(blobs, options["threads"], progress.advance)
+    if not result.files and not blobs:
         raise SourceError(
             f"{folder} holds no {MANIFEST}, and no file of torch.save, which has checksums of its own",
             f"compare it with its source: convert verify {folder} SRC",
@@ -129,9 +132,11 @@ def _verify_archives(folder: Path, options: Mapping[str, Any], as_json: bool) ->
         record = saves.recorded(note.parent) or {}
         files = saves.files_of(record, note.parent)
         mixed += [str(note.parent / name) for name in saves.differing(record, files)]
-    unopened = None if result.damaged or mixed else _unopened(folder, options)
+    wrong = bool(result.damaged or mixed or changed)
+    unopened = None if wrong else _unopened(folder, options)
     if as_json:
-        facts = {"equal": not (result.damaged or mixed), **asdict(result), "mixed": mixed, "unopened": unopened}
+        of_hub = {"blobs": len(blobs), "changed": [*map(str, changed)]}
+        facts = {"equal": not wrong, **asdict(result), "mixed": mixed, "unopened": unopened, **of_hub}
         click.echo(json.dumps(facts, indent=1))
     if mixed:
         raise VerificationError(
@@ -142,7 +147,15 @@ def _verify_archives(folder: Path, options: Mapping[str, Any], as_json: bool) ->
         raise VerificationError(
             f"{len(result.damaged)} parts of {folder} are not what was written: {names}", "copy them again"
         )
-    if not as_json:
+    if changed:
+        raise VerificationError(
+            f"{len(changed)} of {len(blobs)} files of {folder} are not what the Hub has, by the hashes in their names: "
+            f"{some([*map(str, changed)], 5)}",
+            "remove them, and download the model again",
+        )
+    if blobs and not as_json:
+        click.echo(f"{folder}: {len(blobs)} files, each with the hash that the Hub has of it")
+    if result.files and not as_json:
         click.echo(f"{folder}: {result.files} files, {result.members} parts, each with its CRC-32")
         if result.unrecorded or result.others:
             click.echo(f"without one: {result.unrecorded} parts, {len(result.others)} files that are no archives")

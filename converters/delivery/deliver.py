@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ from converters.delivery.receivers import Receiver, receiver_of
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import execute
-from converters.move.journal import fingerprint, open_journal
+from converters.move.journal import fingerprint, open_journal, whose
 from converters.move.scratch import room_for
 from converters.move.source_checks import SourceChecks, Verdict
 from converters.move.staging import disk
@@ -48,6 +48,7 @@ from converters.plan.request import Request
 from converters.remote.path import RemotePath
 from converters.remote.store import Entry
 from formats.checkpoint import MANIFEST, OutputFile, Target
+from formats.disk.threads import Threads
 from formats.errors import DamagedError, Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError
 
 RECORD = "sent.jsonl"
@@ -137,7 +138,7 @@ def deliver(
         try:
             with (
                 Progress("converting", total - before, request.quiet, request.tell, before, total) as progress,
-                ThreadPoolExecutor(1) as sender,
+                Threads(1) as sender,
             ):
                 _each(groups, request, receiver, sent, checks, progress.advance, stopped, drifted, mark, sender)
             with Files(checks=checks) as files:
@@ -219,7 +220,7 @@ def _each(
     stopped: Callable[[], bool],
     drifted: Drifted,
     mark: str,
-    sender: ThreadPoolExecutor,
+    sender: Threads,
 ) -> None:
     """Write and send every group that has not arrived. A group is sent while the next one is written."""
     sending: Future[None] | None = None
@@ -278,7 +279,7 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
         mine = True
         head, *lines = (staging / RECORD).read_bytes().splitlines(keepends=True) or [b""]
         if head.strip() and head != f"{mark}\n".encode() and not request.force:
-            text = f"{staging} holds the beginnings of another conversion (or its source has changed since)"
+            text = f"{staging} holds the beginnings {whose([head.decode(errors='replace')])}"
             raise OutputError(text, f"remove {staging}, or start over with --force")
         sent = Sent(handle, resumed=head == f"{mark}\n".encode())
         length = len(head)

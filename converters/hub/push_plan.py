@@ -7,7 +7,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +15,7 @@ from converters.assets.trusted import refusal_reason, require_inside
 from converters.common.hub_names import STORES
 from converters.hub import model_card
 from converters.hub.files import File
+from formats.disk.threads import Threads
 from formats.errors import SourceError, UsageError, VerificationError, short
 from formats.huggingface.folder import unindexed_files
 
@@ -170,7 +170,7 @@ def _hashed(paths: Mapping[str, Path], quiet: bool) -> list[File]:
         return File(name, size, counted.hexdigest(), path)
 
     nbytes = sum(path.stat().st_size for path in paths.values())
-    with Progress("hashing", nbytes, quiet) as progress, ThreadPoolExecutor(2) as pool:
+    with Progress("hashing", nbytes, quiet) as progress, Threads(2) as pool:
         return list(pool.map(one, paths.keys(), paths.values()))
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.assets.trusted import is_read_with_model
 from converters.common.manifest import (
     changed_files,
     contradictions,
@@ -88,7 +89,8 @@ class Verified:
         settings: settings that differ, as `name: here | there`.
         differing: names of the logical tensors that differ, or that one side lacks.
         notes: what was not compared, or does not count.
-        files: small files of a model that are not those that its manifest records, such as its tokenizer.
+        files: small files that are not those that the manifest records, such as a tokenizer, or the settings of an
+            optimizer.
     """
 
     out: Path
@@ -122,9 +124,10 @@ class Verified:
             )
         if self.files:
             differ = "is" if len(self.files) == 1 else "are"
+            recorded = f"; or, if that is meant, `convert assets {self.out} --from {self.out}` records it"
             raise VerificationError(
                 f"{some(self.files, 5)} of {self.out} {differ} not what {self.name} says",
-                f"copy it again; or, if that is meant, `convert assets {self.out} --from {self.out}` records it",
+                "copy it again" + recorded * all(is_read_with_model(Path(name).name) for name in self.files),
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -32,6 +32,7 @@ from converters.plan.request import Limits
 from converters.plan.state_jobs import rows_of_padding
 from formats.checkpoint import Target
 from formats.disk.safetensors import DTYPES
+from formats.disk.threads import Threads
 from formats.errors import UnsupportedError, UsageError
 from formats.layout.columns import Cut
 from formats.layout.leaves import Leaf
@@ -139,7 +140,7 @@ class Reader:
             ahead: how many further results are read, and are in memory, while the caller uses one.
         """
         running: deque[Future[Array]] = deque()
-        with ThreadPoolExecutor(self.limits.threads) as pool:
+        with Threads(self.limits.threads) as pool:
             try:
                 for read in reads:
                     running.append(pool.submit(read))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -26,6 +25,7 @@ from converters.move.turns import Turns
 from formats.checkpoint import OutputFile
 from formats.disk.handle import Handle
 from formats.disk.safetensors import DTYPES, Fragment, read_into, write_from
+from formats.disk.threads import Threads
 from formats.disk.zstd_stream import Reader, Stream
 from formats.torch_files.crc32 import crc_of
 
@@ -143,7 +143,7 @@ def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> N
             for offset, content in file.headers(sums):
                 write_from(fd, memoryview(content), offset)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with Threads(threads) as pool:
         list(pool.map(finish, targets))
 
 

@@ -6,7 +6,7 @@ import errno
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from operator import itemgetter
@@ -18,6 +18,7 @@ from converters.move.job import Outcome, buffers_of, run_job
 from converters.move.source_checks import SourceChecks
 from converters.plan.plan import Job
 from converters.plan.request import Limits
+from formats.disk.threads import TOO_MANY, Threads
 from formats.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 COPIED, STARTED = (2, 64 << 20), (4, 512 << 20)
 """(fewest worker processes, fewest bytes for each) for which processes replace threads: forked, and newly started."""
 TASKS = Path("/proc/self/task")
-TOO_MANY = "lower -j, or raise the limit of processes (`ulimit -u`, or pids.max of the job's cgroup)"
 LIMITS = {errno.EAGAIN: TOO_MANY, errno.ENOMEM: "lower -j: the memory is short"}
 """Error of a process that is started: what to do about it (fork(2), ERRORS)."""
 
@@ -66,13 +66,12 @@ def execute(
             run, threads = Pass(workers, files, buffers, limits).run, len(workers.all)
         else:
             run, threads = lambda job, *rest: run_job(job, files, buffers, limits, *rest), limits.threads
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        pool = stack.enter_context(Threads(threads))
         running: dict[Future[Outcome], Job] = {}
         while waiting or running:
             while waiting and len(running) < threads and not stop():
                 job = waiting.pop()
-                with starting():
-                    running[pool.submit(run, job, advance, stop)] = job
+                running[pool.submit(run, job, advance, stop)] = job
             if not running:
                 raise Interrupted("stopped by a signal", "run the same command again to resume")
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -99,15 +98,15 @@ def workers_for(jobs: Collection[Job], limits: Limits, locks: Iterable[int]) -> 
         return
     from converters.move.workers import Workers
 
-    with starting():
+    with starting_processes():
         workers = Workers(number, copied, locks)
     with workers:
         yield workers
 
 
 @contextmanager
-def starting() -> Iterator[None]:
-    """A context in which processes and threads are started.
+def starting_processes() -> Iterator[None]:
+    """A context in which processes are started.
 
     Raises:
         UsageError: the system starts no further one: there are too many, or the memory is short.
@@ -118,10 +117,6 @@ def starting() -> Iterator[None]:
         if error.errno not in LIMITS:
             raise
         raise UsageError(f"no further process can be started: {error.strerror}", LIMITS[error.errno]) from None
-    except RuntimeError as error:
-        if "start new thread" not in str(error):  # CPython, Modules/_threadmodule.c
-            raise
-        raise UsageError("no further thread can be started", TOO_MANY) from None
 
 
 def has_one_thread() -> bool:

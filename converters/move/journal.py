@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -29,10 +29,10 @@ from blake3 import blake3
 
 from converters.common.atomic import lock, write_all
 from converters.move.blocks import Files
-from converters.move.engine import starting
 from converters.move.sampled import samples_of
 from converters.plan.plan import Job, Plan
 from formats.checkpoint import OutputFile
+from formats.disk.threads import starting
 from formats.errors import OutputError
 
 JOURNAL = "journal.jsonl"
@@ -45,6 +45,8 @@ OLDER = "the journal is of an older version"
 """Stands for a fingerprint without a checksum, which lines of journals had not in the beginning."""
 UNSEALED = re.compile(rb"(vitruvian 1 [0-9a-f]{64}|average-norms|the source is damaged)\n")
 """The first line of a journal without checksums."""
+KIND, OLDER_KINDS = "vitruvian 2 ", ("vitruvian 1 ",)
+"""The beginning of a fingerprint, and of those that older versions made of other facts."""
 WHOSE = {
     SPOILED: "of a conversion whose source is damaged",
     DAMAGED: "of a conversion whose journal is damaged",
@@ -243,9 +245,7 @@ def _resume(
         if new:
             os.ftruncate(handle, 0)
         hint = f"remove {staging}" + (", or start over with --force" if share is None else "")
-        usual = "of another conversion (or its source has changed since)"
-        what = next((words for head, words in WHOSE.items() if head in heads), usual)
-        raise OutputError(f"{staging} holds the beginnings {what}", hint)
+        raise OutputError(f"{staging} holds the beginnings {whose(heads)}", hint)
     whole = not finished or all(file.path.is_file() and file.path.stat().st_size == file.size for file in files)
     if share is not None:
         if not whole:
@@ -263,6 +263,13 @@ def _resume(
     if share is None and not own_entries.length:
         _begin(handle, fingerprint)
     return Done(fingerprint, finished, sound, own_entries.length)
+
+
+def whose(heads: Collection[str]) -> str:
+    """Of what a folder holds the beginnings, by the fingerprints in its journals."""
+    known = {OLDER if head.startswith(OLDER_KINDS) else head for head in heads}
+    usual = "of another conversion (or its source has changed since)"
+    return next((words for head, words in WHOSE.items() if head in known), usual)
 
 
 def _begin(handle: int, fingerprint: str) -> None:
@@ -308,6 +315,8 @@ def _entries(content: bytes) -> Done:
 def fingerprint(plan: Plan, replicas: str) -> str:
     """A hash that identifies a conversion: what is read from which files, the target's layout, casts, replica policy.
 
+    It is made of what decides bytes. Sentences, such as notes and reasons, may be others in the next version.
+
     Raises:
         SourceError: a file of the source cannot be read.
     """
@@ -341,9 +350,10 @@ def fingerprint(plan: Plan, replicas: str) -> str:
             chunk = f" {at.chunk.name} {at.chunk.start} {at.chunk.outer} {at.chunk.factor!r}" if at.chunk else ""
             line += f" {computed}{divisor}{chunk}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
-    return "vitruvian 1 " + facts.hexdigest()
+    return KIND + facts.hexdigest()
 
 
 def _line(job: Job) -> str:
     """The line of a job in the fingerprint: its tensor, element types, shape and changes of value."""
-    return f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial} {job.less_one} {job.edge}\n"
+    rows = (job.rows, job.last)
+    return f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {rows} {job.partial} {job.less_one}\n"

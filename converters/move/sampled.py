@@ -8,13 +8,13 @@ torch.save the CRC-32 of every tensor is compared too (`journal.fingerprint`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
 
 from formats.disk.handle import opened, pread, size_of
+from formats.disk.threads import Threads
 from formats.errors import SourceError
 
 SAMPLE = 4 << 10
@@ -33,7 +33,7 @@ def samples_of(paths: Sequence[Path]) -> list[str]:
         SourceError: a file cannot be read.
     """
     each = min(MOST, max(FEWEST, SAMPLES // max(1, len(paths)))) | 1  # so that one is in the middle
-    with ThreadPoolExecutor(THREADS) as pool:
+    with Threads(THREADS) as pool:
         return list(pool.map(partial(_sampled, count=each), paths))
 
 

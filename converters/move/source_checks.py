@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import NamedTuple
 
 from converters.plan.plan import Job
 from formats.disk.safetensors import Fragment, Member
+from formats.disk.threads import Threads
 from formats.disk.zstd_stream import Stream
 from formats.errors import DamagedError, Interrupted, some
 from formats.torch_files import crc32
@@ -162,7 +162,7 @@ class SourceChecks:
                     read(fragment, member.start + start - fragment.offset, piece)
                     self._count(fragment, member, start, piece)
 
-        with ThreadPoolExecutor(threads) as pool:
+        with Threads(threads) as pool:
             try:
                 ordered = sorted(left, key=lambda key: (key[0], key[2]))
                 for done in [pool.submit(rest, key, *left[key]) for key in ordered]:

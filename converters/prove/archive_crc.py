@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from formats.disk.handle import opened, pread, size_of
+from formats.disk.threads import Threads
 from formats.errors import SourceError
 from formats.torch_files.archive import members_of
 from formats.torch_files.crc32 import crc_of
@@ -57,7 +57,7 @@ def check(paths: list[Path], threads: int, advance: Callable[[int], None]) -> Ch
         threads: files at a time.
         advance: called with the bytes that were read.
     """
-    with ThreadPoolExecutor(threads) as pool:
+    with Threads(threads) as pool:
         states_of = list(pool.map(lambda path: list(_one(path, advance)), paths))
     others = tuple(str(path) for path, states in zip(paths, states_of, strict=True) if states == [None])
     states = [state for of_file in states_of if of_file != [None] for state in of_file]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from functools import lru_cache
 
 from converters.remote.store import Entry, Store
+from formats.disk.threads import Threads
 
 BOUND = 32 << 20
 """Bytes of all windows together."""
@@ -25,9 +26,9 @@ FETCHERS = 8
 
 
 @lru_cache(maxsize=1)
-def fetchers() -> ThreadPoolExecutor:
+def fetchers() -> Threads:
     """The thread pool that fetches ahead."""
-    return ThreadPoolExecutor(FETCHERS, "fetch")
+    return Threads(FETCHERS, "fetch")
 
 
 class Window:

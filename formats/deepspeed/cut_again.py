@@ -1,20 +1,14 @@
 """Read a universal checkpoint of tensor parallel ranks: each rank's part of every parameter, as the ranks had it.
 
-DeepSpeed's ds_to_universal joins the parts of the ranks by what the training has said of each parameter, and writes
-beside the tensor how it was joined, for its loader to cut it again:
-
-    (no key)            all ranks had the same, or their mean was taken: whole
-    cat_dim             the parts are concatenated along that dimension, in rank order
-    param_n_sub_params  so many sections of equal size, each concatenated by itself, along `cat_dim`
-    sub_param_shape     sections of the sizes that the shape lists, along its `partition_dim`
-    vocab_tensor        rows of the vocabulary, without the padding at their end: whole
-
+DeepSpeed's ds_to_universal joins the parts of the ranks by what the training has said of each parameter (`joined.py`).
 What the training has not said is concatenated along dimension 0, also where that makes no matrix of the model: norms
 that each rank has, matrices that are cut by columns, query, key and value of each rank in turn. Cut at the sizes of the
-training, the parts are right in any case, so that they are read in its layout, and by its tables.
+training, the parts are right in any case, so that they are read in its layout, and by its tables. That the tensor
+parallel size is that of the training shows in the model file of each rank, which has the shapes of the rank's parts
+(`param_shapes`). What was written here is joined by the tables, and has no such shapes where layer files say the size.
 
 Facts: deepspeed/checkpoint/ds_to_universal.py `merge_tp_slices` and universal_checkpoint.py `load_hp_checkpoint_state`,
-0.19.8; constants.py has the keys.
+0.19.8.
 """
 
 from __future__ import annotations
@@ -22,54 +16,115 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from formats.deepspeed import universal
+from formats.deepspeed import joined, model_files, universal
+from formats.deepspeed.folders import OURS
+from formats.deepspeed.joined import Layout
 from formats.disk.safetensors import DTYPES, Fragment
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import SourceError, short
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, from_pieces, place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import Place, Slot
-from formats.torch_files.pickle_values import Opaque
-
-KEYS = {"param", "cat_dim", "param_n_sub_params", "sub_param_shape", "vocab_tensor"}
-"""The keys that a file may have; others, such as those of experts, say that it is laid out otherwise."""
-Parts = Mapping[str, Sequence[Scattered]]
-"""The part of each rank, by the key of the parameter; of one that is whole a single one."""
+from formats.torch_files.archive import TorchFile
 
 
-def parts(tag: Path, state: str, ranks: int, key_of: Callable[[str], str], skip: Collection[str] = ()) -> Parts:
+class Joined(NamedTuple):
+    """A parameter of a universal checkpoint.
+
+    Attributes:
+        path: the file of its tensor.
+        name: what the training calls it.
+        shape: the shape of the tensor in the file.
+        layout: how it is joined, by the keys in the file.
+        parts: the part of each rank; of one that is whole a single one.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    parts: Sequence[Scattered]
+
+
+Parts = Mapping[str, Joined]
+"""The parameters by key."""
+
+
+def is_ours(models: Mapping[int, TorchFile]) -> bool:
+    """Whether a universal checkpoint was written here, and so is joined by the tables."""
+    return OURS in models[0].value
+
+
+def parts(
+    tag: Path,
+    models: Mapping[int, TorchFile],
+    state: str,
+    ranks: int,
+    key_of: Callable[[str], str],
+    skip: Collection[str] = (),
+) -> Parts:
     """One optimizer state of each parameter, cut for the tensor parallel ranks of the training.
 
     Args:
         tag: the folder of the checkpoint.
+        models: the model file of each model parallel rank.
         state: one of `optimizer.STATES`.
         ranks: the tensor parallel size of the training.
         key_of: returns the key of a parameter, with the number of its module in front.
         skip: the names that are left out.
 
     Raises:
-        SourceError: a file is missing or damaged, does not divide over the ranks, or a parameter is there twice.
+        SourceError: a file is missing or damaged, does not divide over the ranks, or is joined or cut otherwise than
+            the model files say; or a parameter is there twice.
         UnsupportedError: a file says that its tensor is laid out in another way.
     """
-    tensors: dict[str, Sequence[Scattered]] = {}
+    tensors: dict[str, Joined] = {}
+    ours = is_ours(models)
     for name, tensor, keys in universal.parameters(tag, {}, state, skip):
         key, where = key_of(name), tag / "zero" / name / f"{state}.pt"
-        if odd := sorted(str(other) for other in keys.keys() - KEYS):
-            raise UnsupportedError(f"{where} says {short(odd[0])} of its tensor, whose layout is not known")
+        layout = joined.layout(where, tensor.shape, keys)
         if key in tensors:
             raise SourceError(f"{tag} holds {key} twice, the second time as {short(name)}")
-        tensors[key] = [*_cut(where, tensor, keys, ranks)]
+        if not ours:
+            joined.require(
+                where, name, layout, joined.wanted(models[0], name, where, tensor.shape), models[0].path.name
+            )
+        tensors[key] = Joined(where, name, tensor.shape, layout, [*_cut(where, tensor, layout, ranks)])
+    if not ours:
+        _require_shapes(models, ranks, {each.name: each for each in tensors.values()})
     return tensors
 
 
-def _cut(where: Path, tensor: Scattered, keys: Mapping[str, Any], ranks: int) -> Iterator[Scattered]:
+def _require_shapes(models: Mapping[int, TorchFile], ranks: int, by_name: Mapping[str, Joined]) -> None:
+    """Refuse parts that are not shaped as the model file of their rank says; of the vocabulary without the padding.
+
+    Raises:
+        SourceError: a part has another shape.
+    """
+    for number, file in models.items():
+        rank = number % ranks
+        for name, shape in (pair for group in model_files.param_shapes(file) for pair in group.items()):
+            if name not in by_name:
+                continue  # what is missing is found by the tables
+            each = by_name[name]
+            own = each.parts[rank if len(each.parts) > 1 else 0].shape
+            start = 1 if each.layout.vocab else 0
+            if own[start:] != shape[start:]:
+                raise SourceError(
+                    f"{each.path} has {list(own)} for tensor parallel rank {rank} of {ranks}, {file.path.name} says "
+                    f"{list(shape)} of {short(name)}",
+                    "the parallel sizes are not those of the training, or files of another one are among these",
+                )
+
+
+def _cut(where: Path, tensor: Scattered, layout: Layout, ranks: int) -> Iterator[Scattered]:
     """The part of each rank, or the whole tensor, which is not cut."""
     ((piece,),) = tensor.copies
     fragment, shape = piece.fragment, tensor.shape
-    dim, sizes = _sections(where, shape, keys)
-    if ranks == 1 or dim is None:
+    dim, sizes, vocab = layout
+    if ranks == 1 or dim is None or vocab:
         yield tensor
         return
     if any(size % ranks for size in sizes):
@@ -98,40 +153,8 @@ def _piece(fragment: Fragment, shape: tuple[int, ...], dim: int, at: int, start:
     return Piece(Cut(box), fragment._replace(offset=offset, shape=cut_shape))
 
 
-def _sections(where: Path, shape: tuple[int, ...], keys: Mapping[str, Any]) -> tuple[int | None, Sequence[int]]:
-    """The dimension along which a tensor is cut, and the size of each section; None if it is whole.
-
-    Raises:
-        SourceError: the keys contradict the shape.
-        UnsupportedError: they are in an unknown form.
-    """
-    dim, sections, runs = keys.get("cat_dim"), keys.get("param_n_sub_params", 1), keys.get("sub_param_shape")
-    if not isinstance(keys.get("vocab_tensor", False), bool):
-        raise UnsupportedError(f"{where} says vocab_tensor = {short(keys['vocab_tensor'])}")
-    if runs is not None:
-        state = runs.state if isinstance(runs, Opaque) and isinstance(runs.state, dict) else {}
-        sizes_of, dim = state.get("shape"), state.get("partition_dim")
-        if not isinstance(sizes_of, tuple) or type(dim) is not int or not 0 <= dim < len(shape) == len(sizes_of):
-            raise UnsupportedError(f"{where} says sub_param_shape in a form that is not known")
-        sizes = sizes_of[dim]
-        if not isinstance(sizes, tuple) or not all(type(size) is int and size > 0 for size in sizes):
-            raise UnsupportedError(
-                f"{where} says sub_param_shape = {short(sizes_of)}, without the size of each section"
-            )
-        if sum(sizes) != shape[dim]:
-            raise SourceError(f"{where} holds {list(shape)}, and says sections of {' + '.join(map(str, sizes))}")
-        return dim, sizes
-    if dim is None or keys.get("vocab_tensor"):
-        return None, ()
-    if type(dim) is not int or not 0 <= dim < len(shape) or type(sections) is not int or sections < 1:
-        raise UnsupportedError(f"{where} says cat_dim = {short(dim)}, param_n_sub_params = {short(sections)}")
-    if shape[dim] % sections:
-        raise SourceError(f"{where} holds {list(shape)}, which has no {sections} sections along dimension {dim}")
-    return dim, [shape[dim] // sections] * sections
-
-
 def placed(
-    tensors: Parts, whole: Iterable[Slot], shards: Iterable[Slot], drops: Sequence[str], tag: Path
+    tensors: Parts, whole: Sequence[Slot], shards: Iterable[Slot], drops: Sequence[str], tag: Path, *, ours: bool
 ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     """Pair each tensor with its slot, and the parts of ranks with those of the training's topology.
 
@@ -141,24 +164,39 @@ def placed(
         shards: the tensors of the model for the ranks of the training.
         drops: regular expressions of keys that carry no weights.
         tag: the folder, for errors.
+        ours: whether the tensors were joined by the tables (`is_ours`).
 
     Returns:
         The pieces of every tensor, and the keys that a rule dropped.
 
     Raises:
-        SourceError: a tensor is missing, left over, or has another shape.
+        SourceError: a tensor is missing, left over, has another shape, or is joined otherwise than by its table.
     """
-    cut = {key for key, each in tensors.items() if len(each) > 1}
+    if ours:
+        _require_tables(tensors, whole)
+    cut = {key for key, each in tensors.items() if len(each.parts) > 1}
     wanted = [_of_rank(slot, 0) for slot in whole if cut.isdisjoint(slot.keys)]
     wanted += [_of_rank(slot, dict(slot.mesh)["tp"][0]) for slot in shards if not cut.isdisjoint(slot.keys)]
     by_rank: dict[Place, dict[str, Scattered]] = {Place(): {}}
     for key, each in tensors.items():
-        for rank, part in enumerate(each):
+        for rank, part in enumerate(each.parts):
             by_rank.setdefault(_place(rank), {})[key] = part
     fragments = {place: {key: part.whole for key, part in of_rank.items()} for place, of_rank in by_rank.items()}
     matched, dropped = match(wanted, fragments, drops, tag)
     pieces = (piece for each in matched for piece in place_pieces(each, by_rank[each.slot.place][each.key]))
     return tuple(pieces), tuple(dropped)
+
+
+def _require_tables(tensors: Parts, whole: Iterable[Slot]) -> None:
+    """Refuse tensors that are joined otherwise than by the tables. Args as for `placed`.
+
+    Raises:
+        SourceError: a tensor is.
+    """
+    for slot in whole:
+        for each in (tensors[key] for key in slot.keys if key in tensors):
+            wanted = joined.layout(each.path, each.shape, universal.cut_of(slot))
+            joined.require(each.path, each.name, each.layout, wanted, "the layout of its model")
 
 
 def _place(rank: int) -> Place:

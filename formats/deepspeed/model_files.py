@@ -57,12 +57,13 @@ def files_of_ranks(tag: Path) -> list[TorchFile]:
             raise SourceError(f"{tag} holds two files of rank {int(name[1])}: {shards[int(name[1])].name}, {path.name}")
     if not shards:
         files = deepspeed.model_files(tag)
+        first_file = _file(files[0])  # a file that cannot be read tells no layout
         if len(files) > 1:
             raise UnsupportedError(
                 f"{tag} holds {len(files)} model parallel ranks of a model whose layout is not known",
                 "`convert neox2hf` knows that of GPT-NeoX; what DeepSpeed's own tensor parallelism cuts, it gathers",
             )
-        return [_require_alone(_file(files[0]))]
+        return [_require_alone(first_file)]
     if any(saved_names.MODEL.fullmatch(path.name) for path in tag.iterdir()):
         raise SourceError(f"{tag} holds model files of stage 3 and of another stage", "remove those that are older")
     first = min(shards)

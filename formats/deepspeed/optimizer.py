@@ -164,7 +164,10 @@ def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collectio
         raise SourceError(
             f"{tag}: {len(odd)} parameters, such as {odd[0]}, are in its model file or in zero/, not in both"
         )
-    (settings, common), steps = universal.settings(tag), dict[float, str]()
+    settings, common = universal.settings(tag)
+    made = universal.numbers_of_steps(tag, (name for group in shapes for name in group), common)
+    if None in made:
+        raise SourceError(f"{tag / 'zero' / made[None]} does not say how many steps its optimizer has made")
     owners: dict[Path, Sequence[tuple[int, AnyGroup]]] = {}
     for number, group in enumerate(shapes):
         for name in group:
@@ -173,15 +176,7 @@ def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collectio
             if number not in groups:
                 raise SourceError(f"{tag}: no group of its optimizer holds the parameters of group {number}")
             owners[folder / "exp_avg.pt"] = [(0, groups[number])]
-            own = universal.step(tag, name)
-            step = common if own is None else own
-            if step is None:
-                raise SourceError(f"{folder} does not say how many steps its optimizer has made")
-            steps[step] = name
-    if len(steps) > 1:
-        listed = ", ".join(f"{name} {int(step)}" for step, name in sorted(steps.items())[:4])
-        raise UnsupportedError(f"{tag}: its parameters have made different numbers of steps, such as {listed}")
-    return next(iter(steps)), owners
+    return next((step for step in made if step is not None), 0.0), owners
 
 
 def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[int, AnyGroup]:

@@ -325,7 +325,7 @@ def states(tag: Path) -> tuple[str, ...]:
     return required_states(groups, {path.stem for path in (tag / "zero").glob("*/*.pt")})
 
 
-def step(tag: Path, name: str) -> float | None:
+def _step(tag: Path, name: str) -> float | None:
     """Return how many steps Adam has made with a parameter; None without step.pt.
 
     Raises:
@@ -341,23 +341,42 @@ def step(tag: Path, name: str) -> float | None:
         raise SourceError(f"{path} holds no number of steps") from None
 
 
+def numbers_of_steps(
+    tag: Path, trained: Iterable[str], common: float | None, accept: Collection[str] = ()
+) -> dict[float | None, str]:
+    """Return each number of steps that Adam has made, with the first parameter of that number.
+
+    Args:
+        tag: the folder of the checkpoint.
+        trained: the names of the parameters.
+        common: the number for parameters whose files say none.
+        accept: the deviations that the user accepts.
+
+    Raises:
+        UnsupportedError: parameters have made different numbers of steps, and this is not accepted.
+    """
+    made: dict[float | None, str] = {}
+    for name in trained:
+        count = _step(tag, name)
+        made.setdefault(common if count is None else count, name)
+    known = sorted((count, name) for count, name in made.items() if count is not None)
+    if len(known) > 1 and STEPS not in accept:
+        listed = ", ".join(f"{name} {int(count)}" for count, name in known[:4])
+        raise UnsupportedError(
+            f"{tag}: its parameters have made different numbers of steps, such as {listed}",
+            f"copy the files of one save again; weights that were trained so are taken with --accept {STEPS}",
+        )
+    return made
+
+
 def steps(tag: Path, accept: Collection[str] = ()) -> tuple[Path, Collection[float]]:
     """Return a file that records a step count, and how many steps Adam has made with the parameters.
 
     Raises:
         UnsupportedError: parameters have made different numbers of steps, and this is not among what the user accepts.
     """
-    made: dict[float, str] = {}
-    for name in names(tag):
-        if (count := step(tag, name)) is not None:
-            made.setdefault(count, name)
-    if len(made) > 1 and STEPS not in accept:
-        listed = ", ".join(f"{name} {int(count)}" for count, name in sorted(made.items())[:4])
-        raise UnsupportedError(
-            f"{tag}: its parameters have made different numbers of steps, such as {listed}",
-            f"copy the files of one save again; weights that were trained so are taken with --accept {STEPS}",
-        )
-    if made:
+    every = numbers_of_steps(tag, names(tag), None, accept)
+    if made := {count: name for count, name in every.items() if count is not None}:
         return tag / "zero" / next(iter(made.values())) / "step.pt", made.keys()
     path = tag / "zero" / "optimizer_state.pt"
     common = settings(tag)[1] if path.is_file() else None

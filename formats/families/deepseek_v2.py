@@ -52,6 +52,7 @@ FAMILY = Family(
     },
     defaults={
         "head_dim": 128,
+        "query_rank": 1536,
         "latent_rank": 512,
         "nope_dim": 128,
         "rope_dim": 64,

@@ -21,6 +21,7 @@ FAMILY = replace(
         **deepseek_v3.FAMILY.defaults,
         "kv_heads": 20,
         "head_dim": 256,
+        "query_rank": 768,
         "nope_dim": 192,
         "experts": 64,
         "top_k": 4,

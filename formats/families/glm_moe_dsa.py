@@ -20,6 +20,7 @@ FAMILY = replace(
         **deepseek_v32.FAMILY.defaults,
         "kv_heads": 64,
         "head_dim": 256,
+        "query_rank": 2048,
         "nope_dim": 192,
         "router_groups": 1,
         "router_top_groups": 1,

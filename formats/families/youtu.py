@@ -13,6 +13,14 @@ FAMILY = Family(
     table=LATENT_ATTENTION + GATED_MLP + NORMS + HEAD,
     requires={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
     keys={name: deepseek_v2.FAMILY.keys[name] for name in SIZES},
-    defaults={"kv_heads": 16, "head_dim": 128, "latent_rank": 512, "nope_dim": 128, "rope_dim": 64, "tied": True},
+    defaults={
+        "kv_heads": 16,
+        "head_dim": 128,
+        "query_rank": 1536,
+        "latent_rank": 512,
+        "nope_dim": 128,
+        "rope_dim": 64,
+        "tied": True,
+    },
     tokens={"bos_token_id": 128000, "eos_token_id": 128001},
 )

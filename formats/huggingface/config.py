@@ -12,7 +12,7 @@ from typing import Any
 from formats.errors import short
 from formats.families import family_named, family_of, find_family
 from formats.families.family import Family
-from formats.huggingface.nulls import tokens_beyond
+from formats.huggingface.nulls import MEANT, tokens_beyond
 from formats.huggingface.quantized import method_of
 from formats.huggingface.require import OF_ALL, class_names, require_table
 from formats.huggingface.rope import PARAMETERS, SCALING, THETA, Rope, assumed, own_value
@@ -90,6 +90,8 @@ def _with_defaults(family: Family, context: Context) -> dict[str, Any]:
     """The config, with absent keys added that have a default in transformers; each is noted in `context.notes`."""
     filled, keys = dict(context.file), keys_of(family, context.file)
     for name in (name for name in keys if name in family.defaults and name not in APART):
+        if keys[name] in MEANT and keys[name] in context.file:
+            continue
         filled[keys[name]] = assumed(keys[name], family.defaults[name], context)
     if "kv_heads" in keys and (family.mha or keys["kv_heads"] in context.file):
         filled[keys["kv_heads"]] = assumed(keys["kv_heads"], filled.get(keys["heads"]), context)

@@ -17,6 +17,8 @@ NULLABLE = {
 """Keys that may be null in every family: null has a meaning, or is the same as no key (transformers 5.23.0, the config
 class of each). Such keys of one family are in the file of the family. Null in any other key that a table reads is
 refused by the class, or its model fails; transformers 4 took it for false."""
+MEANT = {"q_lora_rank"}
+"""Of these, the keys whose null is a value, and not the default of the class: queries without a latent."""
 ROTARY = {
     "": {"partial_rotary_factor", "rope_theta"},
     "dynamic": {"factor"},

@@ -34,11 +34,11 @@ class ModelSpec(Parts):
     own: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
     mtp_layers: int = 0
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __repr__(self) -> str:
-        """The settings, without those that the family does not have."""
-        pairs = ((attribute.name, getattr(self, attribute.name)) for attribute in fields(self))
+        """The settings, without those that the family does not have; unfinished work is recognized by them."""
+        pairs = ((attribute.name, getattr(self, attribute.name)) for attribute in fields(self) if attribute.repr)
         return f"ModelSpec({', '.join(f'{name}={value!r}' for name, value in pairs if value not in (None, (), {}))})"
 
     @property
@@ -225,10 +225,10 @@ class Verbatim:
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     tied: bool
     vocab: int | None
-    why: str = field(compare=False)
+    why: str = field(compare=False, repr=False)
     copies: Mapping[str, str] = field(default_factory=dict, compare=False)
-    remarks: tuple[str, ...] = field(default=(), compare=False)
-    under: str = field(default="its own name", compare=False)
+    remarks: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    under: str = field(default="its own name", compare=False, repr=False)
     transposed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property

@@ -33,6 +33,17 @@ MAX_SMALL = 1 << 24
 NEWEST = 63
 """The version of the zip format that APPNOTE 6.3 describes."""
 AGAIN = "copy the file again, or take another checkpoint"
+PICKLE = b"\x80"
+"""The first byte of a pickle (protocol 2 and newer)."""
+PACKED = {
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "gzip": b"\x1f\x8b",
+    "xz": b"\xfd7zXZ\x00",
+    "bzip2": b"BZh",
+    "lz4": b"\x04\x22\x4d\x18",
+}
+"""Program: the first bytes of what it compresses."""
+LONGEST = max(map(len, PACKED.values()))
 IDENTITY = "/.data/serialization_id"
 """Ending of the name of the member that has the hash of the saved object."""
 MAX_OUTLINE = 1 << 14
@@ -93,11 +104,26 @@ def read_torch(path: Path) -> TorchFile:
     """
     size = file_size(path)
     with opened(path) as handle:
-        if pread(handle, 1, 0) == b"\x80":
-            raise UnsupportedError(f"{path}: written before torch 1.6, which used no zip archive")
+        _require_zip(pread(handle, LONGEST, 0), path)
         file = read_archive(handle, path, 0, size)
     require_own_name(path, file.name)
     return file
+
+
+def _require_zip(head: bytes, path: Path) -> None:
+    """Refuse a file that begins as one of another kind.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if head.startswith(PICKLE):
+        raise UnsupportedError(
+            f"{path} is a pickle without a zip archive, as torch saved before its version 1.6, or with "
+            "_use_new_zipfile_serialization=False",
+            "if you trust it, load it with torch and save it again",
+        )
+    if packed := next((how for how, sign in PACKED.items() if head.startswith(sign)), None):
+        raise UnsupportedError(f"{path} is compressed as a whole, with {packed}", f"decompress it with {packed} first")
 
 
 def read_archive(fd: Handle, path: Path, start: int, size: int, name: str = "") -> TorchFile:

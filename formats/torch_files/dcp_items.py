@@ -12,7 +12,6 @@ read, so that any number of ranks needs no more descriptors than there are threa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -22,6 +21,7 @@ import numpy as np
 
 from formats.disk.handle import Handle, opened, pread, preadv
 from formats.disk.safetensors import Fragment, file_size
+from formats.disk.threads import Threads
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, UnsupportedError, ranges, short
 from formats.layout.columns import Columns, Cut, Ints, Piece
@@ -101,7 +101,7 @@ def locate_pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Sequence[Pie
     )
     order = np.lexsort((table.start, table.file))
     files, firsts = np.unique(table.file[order], return_index=True)
-    with ThreadPoolExecutor(READERS) as pool:
+    with Threads(READERS) as pool:
         for _ in pool.map(lambda rows: _read(table, rows), np.split(order, firsts[1:]) if len(files) else ()):
             pass
     odd = np.array(sorted(table.differing), np.int64)

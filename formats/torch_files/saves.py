@@ -67,10 +67,10 @@ def entry_of(path: Path) -> Entry:
 
 def entries_of(paths: Iterable[Path]) -> dict[str, Entry]:
     """The entries of several files of a folder, by file name."""
-    from concurrent.futures import ThreadPoolExecutor
+    from formats.disk.threads import Threads
 
     every = list(paths)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with Threads(THREADS) as pool:
         return dict(zip((path.name for path in every), pool.map(entry_of, every), strict=True))
 
 

@@ -13,12 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from converters import convert as convert_module
+from converters.move.journal import fingerprint, sealed
+from converters.plan.plan import make_plan
+from formats.checkpoint import Settings
+from formats.model.spec import Verbatim
 from formats.registry import open_checkpoint
 from tests.conftest import Killed
 from tests.models import files
@@ -114,18 +119,37 @@ def test_a_journal_whose_beginning_is_damaged(undisturbed, run_killed, convert, 
     assert files(tmp_path / "out") == expected
 
 
-def test_a_journal_of_an_older_version(undisturbed, run_killed, convert, tmp_path):
-    """Its lines have no checksums: it is not damaged, and nothing of it can be trusted."""
+@pytest.mark.parametrize("kind", ["without checksums", "other facts"])
+def test_a_journal_of_an_older_version(undisturbed, run_killed, convert, tmp_path, kind):
+    """Its lines have no checksums: it is not damaged, and nothing of it can be trusted. Or its fingerprint is made of
+    other facts, sentences among them, and tells nothing of the conversion."""
     source, expected, _, writes = undisturbed
     run_killed(-(writes // 2), source, tmp_path / "out")
     path, argv = tmp_path / "out.partial/journal.jsonl", ["hf2megatron", source, tmp_path / "out", "--tp", 2, "--pp", 2]
-    lines = path.read_bytes().splitlines()
-    path.write_bytes(b"".join(line.rpartition(b" ")[0] + b"\n" for line in lines))
+    first, *lines = (line.rpartition(b" ")[0] for line in path.read_bytes().splitlines())
+    older = [first.replace(b"vitruvian 2 ", b"vitruvian 1 "), *lines]
+    path.write_bytes(b"".join(line + b"\n" if kind == "without checksums" else sealed(line.decode()) for line in older))
     ran = convert(*argv)
     assert (ran.code, "of a conversion by an older version" in ran.err) == (7, True), ran.err
     assert f"remove {path.parent}, or start over with --force" in ran.err
     assert convert(*argv, "--force").code == 0
     assert files(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("verbatim", [False, True])
+def test_unfinished_work_is_not_recognized_by_sentences(model, verbatim):
+    """Another version may word them otherwise. What decides bytes is another conversion."""
+    plan = make_plan(open_checkpoint(model(), Settings(verbatim=verbatim)))
+    spec, mark = plan.spec, fingerprint(plan, "mean")
+    said = {"why": "so", "remarks": ("so",), "under": "it"} if isinstance(spec, Verbatim) else {"notes": ("so",)}
+    assert replace(spec, **said) == spec
+    assert fingerprint(replace(plan, spec=replace(spec, **said)), "mean") == mark
+    worded = [replace(job, edge="in other words") for job in plan.jobs]
+    assert fingerprint(replace(plan, jobs=worded), "mean") == mark
+    assert fingerprint(plan, "first") != mark
+    assert fingerprint(replace(plan, spec=replace(spec, tied=not spec.tied)), "mean") != mark
+    for change in ({"last": True}, {"rows": 7}, {"dtype": "F16"}):
+        assert fingerprint(replace(plan, jobs=[replace(job, **change) for job in plan.jobs]), "mean") != mark
 
 
 @pytest.mark.parametrize("what", ["", "out", "out/model.safetensors"])

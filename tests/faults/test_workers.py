@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_what_processes_count_adds_up(content, data):
     for first, last, number in reads:
         low, high = min(first, last), max(first, last)
         processes[number][0]._count(fragment, member, low, memoryview(content)[low:high])
-    for number, (low, high) in enumerate(pairwise(cuts)):
+    for number, (low, high) in enumerate(itertools.pairwise(cuts)):
         processes[number % 3][1].add(fragment, low, memoryview(content)[low:high])
     checks, sums = SourceChecks([job]), Checksums(sizes)
     for read, written in processes:
@@ -290,15 +291,34 @@ def test_a_copy_that_cannot_be_started(sources, started, tmp_path, monkeypatch, 
     assert not started
 
 
-def test_a_thread_that_cannot_be_started(sources, tmp_path, monkeypatch):
-    class Full(engine.ThreadPoolExecutor):
-        def submit(self, *_, **__):
-            raise RuntimeError("can't start new thread")
+@pytest.mark.parametrize("source", ["hf", "fsdp"])
+def test_a_thread_that_cannot_be_started(sources, tmp_path, monkeypatch, source):
+    """Whichever it is: of those that sample, read metadata, convert, commit, finish files or read what is left."""
+    start = threading.Thread.start
 
-    monkeypatch.setattr(engine, "ThreadPoolExecutor", Full)
-    with pytest.raises(UsageError, match="no further thread can be started") as error:
-        vitruvian.convert(sources["hf"][0], tmp_path / "out", to="megatron", threads=2)
-    assert "lower -j" in error.value.hint
+    def ended(limit: int) -> UsageError | None:
+        started = itertools.count()
+
+        def limited(thread: threading.Thread) -> None:
+            if next(started) >= limit:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", limited)
+            try:
+                vitruvian.convert(sources[source][0], tmp_path / "out", to="megatron", threads=2)
+            except UsageError as error:
+                return error
+        return None
+
+    limit = 0
+    while error := ended(limit):
+        assert "no further thread can be started" in str(error)
+        assert "lower -j" in error.hint
+        shutil.rmtree(tmp_path / "out.partial", ignore_errors=True)
+        limit += 1
+    assert limit > 5
 
 
 def test_a_file_system_that_is_busy_is_no_limit_of_processes(sources, tmp_path, monkeypatch):

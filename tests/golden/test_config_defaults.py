@@ -21,8 +21,6 @@ NEEDED = {
     "n_positions", "layer_types", "layers_block_type", "rms_norm_eps",
 }  # fmt: skip
 """Keys without which a config may be refused: mostly sizes, of which a class assumes those of one model."""
-AS_NULL = {"q_lora_rank"}
-"""Keys that count as null where they are absent; weights with the latent that the class assumes are refused then."""
 KEPT = ("vocab:", "own:")
 """Settings that stay unknown: the weights tell the vocabulary, and a key that no other format has stays absent."""
 UNKNOWN = "max_position_embeddings"
@@ -50,7 +48,7 @@ def test_a_key_that_is_left_out_is_what_the_class_assumes(name):
     settings = settings_of(name)
     kind = settings.pop("model_type")
     whole = said(kind, settings)
-    for key in keys_read(family_of(name)) & whole.keys() - {"model_type", *AS_NULL}:
+    for key in keys_read(family_of(name)) & whole.keys() - {"model_type"}:
         less = {other: value for other, value in whole.items() if other != key}
         try:
             filled = said(kind, {other: value for other, value in less.items() if other != "model_type"})

@@ -211,6 +211,31 @@ def test_what_it_says_without_a_config(made, convert, tmp_path, kind):
         refused(ran, 3, "has no config.json", "--config BASE")
 
 
+def test_the_settings_of_the_optimizer_are_verified(made, convert, tmp_path):
+    """No tensor holds a learning rate, nor the steps of a parameter; what tells them is in the manifest too."""
+    import torch
+
+    universal = tmp_path / "universal"
+    assert convert("zero2universal", made(TWO) / "zero2", universal).code == 0
+    assert convert("verify", universal).code == 0
+    (tag,) = universal.glob("global_step*")
+    groups, steps, model = "zero/optimizer_state.pt", "zero/model.norm.weight/step.pt", "mp_rank_00_model_states.pt"
+
+    def changed(name: str, change: Any) -> None:
+        content = (tag / name).read_bytes()
+        value = torch.load(tag / name, weights_only=False)
+        torch.save(change(value) or value, tag / name)
+        refused(convert("verify", universal), 6, f"{name} of {universal} is not what vitruvian.json says", "copy it")
+        (tag / name).write_bytes(content)
+
+    changed(groups, lambda value: value["param_groups"][0].update(lr=1.0))
+    changed(groups, lambda value: value["param_groups"][-1].update(betas=(0.5, 0.5)))
+    changed(steps, lambda value: value + 0.0)  # the same value in other bytes: saved again
+    changed(model, lambda value: value.update(lr_scheduler={}))
+    (tag.parent / "latest_universal").write_text(f"{tag.name}\n")  # as a training that goes on writes it
+    assert convert("verify", universal).code == 0
+
+
 def test_options_that_a_plain_model_has_no_use_for(made, convert, tmp_path):
     for flags in (["--gqa-layout", "blocked"], ["--config", made(TWO) / "hf"], ["--set", "rope_theta=1"]):
         ran = convert("zero2universal", made(TWO) / "zero1", tmp_path / "out", *flags)

@@ -119,6 +119,7 @@ def test_the_order_is_asked_for(convert, tmp_path, universal):
 # --- what is wrong with it -------------------------------------------------------------------------------------------
 
 NORM, UP, GROUPS = "zero/2.input_layernorm.weight", "zero/2.mlp.dense_h_to_4h.weight", "zero/optimizer_state.pt"
+DOWN = "zero/2.self_attention.dense.weight"
 FUSED = "llama_gqa_fused_tp2"
 
 
@@ -138,6 +139,11 @@ def stepped(tag: Path) -> None:
     torch.save(torch.tensor(4.0), tag / NORM / "step.pt")
 
 
+def info(**keys: Any) -> Callable[[Path], None]:
+    """Change what the training has recorded of its tensors."""
+    return changed("mp_rank_00_model_states.pt", lambda value: value["universal_checkpoint_info"].update(keys))
+
+
 WEIGHTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     "a parameter is missing": (lambda tag: shutil.rmtree(tag / NORM), 3, ("missing: 2.input_layernorm.weight [24]",)),
     "no masters": (lambda tag: (tag / NORM / "fp32.pt").unlink(), 3, (f"{NORM}/fp32.pt",)),
@@ -146,7 +152,8 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
         ("has no place in this model: 9.input_layernorm.weight",),
     ),
     "another shape": (
-        shaped(f"{NORM}/fp32.pt", lambda tensor: tensor[:23]), 3, ("has shape [23], but the configuration implies",),
+        shaped(f"{NORM}/fp32.pt", lambda tensor: tensor[:23]), 3,
+        ("has [23] for tensor parallel rank 0 of 2", "says [24]"),
     ),
     "other columns": (
         shaped("zero/2.mlp.dense_4h_to_h.weight/fp32.pt", lambda tensor: tensor[:, :47]), 3,
@@ -156,6 +163,33 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     "another dimension": (of(f"{UP}/fp32.pt", cat_dim=2), 4, ("says cat_dim = 2",)),
     "a vocabulary that is no flag": (of(f"{UP}/fp32.pt", vocab_tensor="x"), 4, ("says vocab_tensor = 'x'",)),
     "an unknown layout": (of(f"{UP}/fp32.pt", is_expert_param=True), 4, ("says 'is_expert_param' of its tensor",)),
+    "no sections any more": (
+        changed(f"{UP}/fp32.pt", lambda value: value.pop("param_n_sub_params")), 3,
+        (f"{UP}/fp32.pt says that '2.mlp.dense_h_to_4h.weight' is concatenated along dimension 0; after "
+         "mp_rank_00_model_states.pt it is concatenated along dimension 0 in sections of 48 + 48",),
+    ),
+    "sections of a tensor without": (
+        of("zero/2.self_attention.query_key_value.weight/fp32.pt", param_n_sub_params=2), 3,
+        ("'2.self_attention.query_key_value.weight' is concatenated along dimension 0 in sections of 24 + 24; after",),
+    ),
+    "sections of a tensor that is whole": (of(f"{NORM}/fp32.pt", param_n_sub_params=2), 4, ("says cat_dim = None",)),
+    "a square matrix cut by rows": (
+        of(f"{DOWN}/fp32.pt", cat_dim=0), 3, ("is concatenated along dimension 0; after", "along dimension 1"),
+    ),
+    "a matrix that is whole": (
+        changed(f"{DOWN}/fp32.pt", lambda value: value.pop("cat_dim")), 3, ("is whole; after", "along dimension 1"),
+    ),
+    "a vocabulary with padding": (
+        changed("zero/5.lm_head.weight/fp32.pt", lambda value: value.pop("vocab_tensor")), 3,
+        ("concatenated along dimension 0; after", "without the vocabulary's padding"),
+    ),
+    "a tree that joins otherwise": (
+        info(parameter_with_2_sub_params_cat_dim_0=[]), 3, ("in sections of 48 + 48; after",),
+    ),
+    "a tree of an unknown kind": (info(affine_map={"version": 1}), 4, ("has 'affine_map'",)),
+    "an expression that never ends": (
+        info(tp_replicated_parameter_patterns=[r"(\d+)+.weight"]), 4, (r"the pattern '(\\d+)+.weight'",),
+    ),
     "rounded masters": (shaped(f"{UP}/fp32.pt", lambda tensor: tensor.bfloat16()), 3, ("BF16, a master is F32",)),
     "a file of another state": (
         lambda tag: shutil.copy(tag / UP / "exp_avg.pt", tag / UP / "fp32.pt"), 3, ("was saved as 'exp_avg'",),
@@ -182,7 +216,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     "no groups": (lambda tag: (tag / GROUPS).unlink(), 3, ("optimizer_state.pt",)),
     "one group": (changed(GROUPS, lambda value: value["param_groups"].pop()), 3, ("holds the parameters of group 1",)),
     "a moment of another shape": (
-        shaped(f"{NORM}/exp_avg.pt", lambda tensor: tensor[:20]), 3, ("has shape [20], but the configuration implies",),
+        shaped(f"{NORM}/exp_avg.pt", lambda tensor: tensor[:20]), 3, ("has [20] for tensor parallel rank 0",),
     ),
 }  # fmt: skip
 """What is done to a tag, the exit code, and what the message says."""
@@ -199,6 +233,19 @@ def test_a_damaged_one(convert, tmp_path, universal, fault):
         assert not (tmp_path / "out").exists()
     if fault in OPTIMIZERS:
         assert convert(*command).code == 0, "the weights alone"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("gpt_blocked_tp2", (1, 2)), ("bloom_tp2", (1, 2)), ("gpt_tied_pp2", (2, 1))]
+)
+def test_exchanged_parallel_sizes(convert, tmp_path, universal, name, sizes):
+    """Two ranks of a pipeline for two tensor parallel ranks, in the arguments: the model files have shapes of parts."""
+    run = shutil.copytree(universal(name), tmp_path / "run")
+    args = dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), sizes, strict=True))
+    for path in sorted(run.glob("u/mp_rank_*")):
+        changed(path.name, lambda value: vars(value["args"]).update(args))(run / "u")
+    ran = convert("zero2hf", run, tmp_path / "out", *CASES[name])
+    refused(ran, 3, f"for tensor parallel rank 0 of {sizes[0]}, mp_rank_00_model_states.pt says", "the parallel sizes")
 
 
 def test_a_training_that_skipped_steps_in_part(convert, tmp_path, universal):

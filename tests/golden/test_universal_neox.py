@@ -75,3 +75,43 @@ def test_an_older_order_of_neox_is_not_written(convert, tmp_path):
     """Query, key and value of a head would be parameters of their own, which no training has."""
     argv = ["zero2universal", NEOX / "llama-grouped-tp2", tmp_path / "out", "--gqa-layout", "grouped"]
     refused(convert(*argv, "--vocab-size", 101), 4, "of which a universal checkpoint is not written")
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg"])
+@pytest.mark.parametrize(
+    ("parameter", "key"),
+    [
+        ("sequential.2.mlp.linear1.weight", "param_n_sub_params"),
+        ("sequential.2.attention.query_key_value.weight", "sub_param_shape"),
+        ("sequential.2.attention.dense.weight", "cat_dim"),
+        ("sequential.0.word_embeddings.weight", "vocab_tensor"),
+    ],
+)
+def test_layouts_that_are_not_those_of_the_tables(convert, tmp_path, parameter, key, state):
+    """What we write says of each tensor how it is cut; another layout is that of a changed file."""
+    import torch
+
+    out = tmp_path / "universal"
+    said = ["--vocab-size", 102, "--gqa-layout", "blocked"]
+    assert convert("zero2universal", NEOX / "llama-gqa-tp2", out, *said).code == 0
+    path = out / f"global_step6/zero/{parameter}/{state}.pt"
+    value = torch.load(path, weights_only=False)
+    del value[key]
+    torch.save(value, path)
+    ran = convert("digest", out, "--weights", "fp32-master" if state == "fp32" else state)
+    refused(ran, 3, f"{path} says that '{parameter}' is", "after the layout of its model it is", "was changed")
+
+
+def test_exchanged_parallel_sizes(convert, tmp_path):
+    """What we write is cut by its tables: at any size it is the same. DeepSpeed's script takes no pipeline of NeoX."""
+    import torch
+
+    name, out = "llama-gqa-pp2-tp2", tmp_path / "universal"
+    assert convert("zero2universal", NEOX / name, out, "--vocab-size", 101, *RUNS[name]).code == 0
+    before = convert("digest", out).out.split()[0]
+    for path in out.glob("global_step*/mp_rank_*"):
+        value = torch.load(path, weights_only=False)
+        value["args"] = {**(value.get("args") or {}), "model_parallel_size": 1, "pipe_parallel_size": 4}
+        torch.save(value, path)
+    ran = convert("digest", out)
+    assert ran.out.split()[0] == before, ran.err

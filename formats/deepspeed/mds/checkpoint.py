@@ -197,7 +197,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     padded = positive_int(args.get("padded_vocab_size"), "padded_vocab_size", str(first.path))
     keys = {key for tensors in by_file.values() for key in tensors}
     if bare:
-        keys = {modules.key_of(name, EMBEDDING, tag)[1] for name in universal.names(tag)}
+        keys = {_key_of(tag, name) for name in universal.names(tag)}
     else:
         _require_rows(by_file, tp, padded, tag, first.path)
     assets = assets_of(run, settings)
@@ -376,18 +376,25 @@ def _placed(opened: _Opened) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
 
 def _of_universal(opened: _Opened, state: str) -> Checkpoint:
     """Return an optimizer state of a universal checkpoint; layer files beside it are the twins of the masters."""
-    parts = cut_again.parts(opened.tag, state, opened.tp, lambda name: modules.key_of(name, EMBEDDING, opened.tag)[1])
-    embedding, spec = parts.get(f"{EMBEDDING}.word_embeddings.weight", ()), opened.spec
-    rows = embedding[0].shape[0] if len(embedding) == 1 and embedding[0].shape else opened.padded
+    key_of = partial(_key_of, opened.tag)
+    parts = cut_again.parts(opened.tag, opened.models, state, opened.tp, key_of)
+    embedding, spec = parts.get(f"{EMBEDDING}.word_embeddings.weight"), opened.spec
+    rows = embedding.shape[0] if embedding and len(embedding.parts) == 1 and embedding.shape else opened.padded
     if rows < (spec.vocab or 0):
         raise SourceError(
             f"{opened.tag} holds {rows} rows of embeddings, the vocabulary has {spec.vocab}",
             "correct it with --vocab-size",
         )
-    whole_slots = slots_of(spec, 1, rows, {opened.qkv}, opened.first_layer)
-    placed = cut_again.placed(parts, whole_slots, opened.slots, DROPS, opened.tag)
+    whole_slots = list(slots_of(spec, 1, rows, {opened.qkv}, opened.first_layer))
+    ours = cut_again.is_ours(opened.models)
+    placed = cut_again.placed(parts, whole_slots, opened.slots, DROPS, opened.tag, ours=ours)
     twins = _placed(opened)[0] if state == "fp32" and opened.tensors else ()
     return _checkpoint(opened, placed, twins, rows)
+
+
+def _key_of(tag: Path, name: str) -> str:
+    """Return the key of a parameter of the optimizer."""
+    return modules.key_of(name, EMBEDDING, tag)[1]
 
 
 def _progress(file: TorchFile) -> dict[str, Any]:

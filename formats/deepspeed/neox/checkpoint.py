@@ -132,14 +132,15 @@ class _Model(NamedTuple):
 class _Opened(NamedTuple):
     """The opened files of a checkpoint, for its weights and its optimizer states alike.
 
-    `tensors` has the tensors of each file; it is empty for a universal checkpoint without weights beside it. `layered`:
-    each module has files of its own, as in a pipeline.
+    `tensors` has the tensors of each file; it is empty for a universal checkpoint without weights beside it, whose
+    master weights are `masters`. `layered`: each module has files of its own, as in a pipeline.
     """
 
     run: Path
     tag: Path
     models: Mapping[int, TorchFile]
     tensors: Mapping[str, Mapping[str, Fragment]]
+    masters: cut_again.Parts | None
     tp: int
     layered: bool
     model: _Model
@@ -177,9 +178,12 @@ def _open(path: Path, settings: Settings) -> _Opened:
     models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
     bare = universal.is_universal(tag) and not _has_weights(tag, models)
     found: dict[str, dict[str, Fragment]] = {}
+    masters = None
     if bare:
         modules.require_ranks(models, TIES)
-        joined, tp, layered = _joined(tag, models, settings)
+        tp, layered = _topology(tag, models, settings)
+        masters = _parts(tag, models, "fp32", tp)
+        joined = _of_masters(masters, layered=layered)
     else:
         found, tp = modules.tensors(tag, models, TIES, _key_of)
         joined, layered = _of_files(found, tp), modules.is_layered(found)
@@ -189,7 +193,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     slots = list(slots_of(model.spec, tp, padded, {model.qkv, model.mlp}, layered=layered))
     if not bare:
         modules.require_files(tag, slots, found, model.spec.layers)
-    return _Opened(run, tag, models, found, tp, layered, model, slots, settings)
+    return _Opened(run, tag, models, found, masters, tp, layered, model, slots, settings)
 
 
 class _Joined(NamedTuple):
@@ -210,8 +214,8 @@ def _has_weights(tag: Path, models: Mapping[int, TorchFile]) -> bool:
     return layered or all(isinstance(file.value, Mapping) and file.value.get("module") for file in models.values())
 
 
-def _joined(tag: Path, models: Mapping[int, TorchFile], settings: Settings) -> tuple[_Joined, int, bool]:
-    """The tensors of a universal checkpoint, the tensor parallel size of its training, and whether it is a pipeline's.
+def _topology(tag: Path, models: Mapping[int, TorchFile], settings: Settings) -> tuple[int, bool]:
+    """The tensor parallel size of the training of a universal checkpoint, and whether it is a pipeline's.
 
     Raises:
         SourceError: the tensor parallel size, of a pipeline 1 if neither its files nor its yml say it, does not divide
@@ -224,22 +228,26 @@ def _joined(tag: Path, models: Mapping[int, TorchFile], settings: Settings) -> t
         tp = noted or config_of(tag, settings.config)[0].get("model_parallel_size", 1)
     if type(tp) is not int or tp < 1 or len(models) % tp:
         raise SourceError(f"{models[0].path} is one of {len(models)} ranks, with model_parallel_size {short(tp)}")
-    parts = _parts(tag, models, "fp32", tp)
-    rows = {key: sum((part.shape or (0,))[0] for part in each) for key, each in parts.items()}
+    return tp, layered
+
+
+def _of_masters(masters: cut_again.Parts, *, layered: bool) -> _Joined:
+    """The tensors of a universal checkpoint."""
+    rows = {key: sum((part.shape or (0,))[0] for part in each.parts) for key, each in masters.items()}
     by_file: dict[str, dict[str, Fragment]] = {}
-    for key, each in parts.items():
-        for rank, part in enumerate(each):
+    for key, each in masters.items():
+        for rank, part in enumerate(each.parts):
             file = modules.file_of(int(key.partition(".")[0]), rank, layered=layered)
             if len(part.copies[0]) == 1:
                 by_file.setdefault(file, {})[key] = part.copies[0][0].fragment
-    return _Joined(rows, by_file), tp, layered
+    return _Joined(rows, by_file)
 
 
 def _parts(tag: Path, models: Mapping[int, TorchFile], state: str, tp: int) -> cut_again.Parts:
     """A state of each trained parameter of a universal checkpoint, cut for the ranks of the training."""
     trained = {name for group in modules.of_all_stages(models)["param_shapes"] for name in group}
     skip = universal.copies(tag, trained, models[0].value.get("module") or ())
-    return cut_again.parts(tag, state, tp, lambda name: modules.key_of(name, 0, tag)[1], skip)
+    return cut_again.parts(tag, models, state, tp, lambda name: modules.key_of(name, 0, tag)[1], skip)
 
 
 def _of_universal(opened: _Opened, state: str) -> Checkpoint:
@@ -251,9 +259,11 @@ def _of_universal(opened: _Opened, state: str) -> Checkpoint:
             "which are not read of it",
             "convert the checkpoint that it was made of: convert neox2hf",
         )
-    parts = _parts(opened.tag, opened.models, state, opened.tp)
-    whole = slots_of(model.spec, 1, model.padded, {model.qkv, model.mlp}, layered=layered)
-    pieces, dropped = cut_again.placed(parts, whole, opened.slots, DROPS, opened.tag)
+    known = opened.masters if state == "fp32" else None
+    parts = _parts(opened.tag, opened.models, state, opened.tp) if known is None else known
+    whole = list(slots_of(model.spec, 1, model.padded, {model.qkv, model.mlp}, layered=layered))
+    ours = cut_again.is_ours(opened.models)
+    pieces, dropped = cut_again.placed(parts, whole, opened.slots, DROPS, opened.tag, ours=ours)
     twins = _place(opened, opened.tensors, {})[0] if state == "fp32" and opened.tensors else ()
     return _checkpoint(opened, pieces, dropped, twins)
 

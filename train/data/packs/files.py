@@ -8,7 +8,7 @@ import shutil
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from converters.common.atomic import named, sync_path, synced, write_file
 from converters.common.progress import size
 from formats.disk.safetensors import write_from
+from formats.disk.threads import Threads
 from formats.errors import Interrupted, OutputError, SourceError
 from train.data.tokens.indexed import Column, Indexed, bin_path, chunks, idx_path
 from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
@@ -91,7 +92,7 @@ def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop)
         stop: returns whether all tasks have to stop.
     """
     failed = threading.Event()
-    with ThreadPoolExecutor(jobs) as pool:
+    with Threads(jobs) as pool:
         futures = [pool.submit(task, lambda: stop() or failed.is_set()) for task in tasks]
         done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
         if waiting:

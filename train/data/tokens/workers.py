@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing import resource_tracker
@@ -25,6 +25,7 @@ import numpy as np
 from blake3 import blake3
 
 from converters.common.atomic import STOPS
+from formats.disk.threads import Threads
 from formats.errors import SourceError
 from train.data.tokens.encode import CHATML, ROLE_NUMBERS, Encoder, control_encoder, role_encoder
 from train.data.tokens.indexed import best_dtype
@@ -259,7 +260,7 @@ class Workers:
             self.processes.append(process)
             self.idle.put(ours)
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        self.threads = ThreadPoolExecutor(max(1, number))
+        self.threads = Threads(max(1, number))
         self.before: Any = None
 
     def __enter__(self) -> Workers:

@@ -1,0 +1,43 @@
+"""Pools of threads, in a system that may start no further one (`ulimit -u`, pids.max of a cgroup, short memory)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from formats.errors import UsageError
+
+TOO_MANY = "lower -j, or raise the limit of processes (`ulimit -u`, or pids.max of the job's cgroup)"
+"""What to do where the system starts no further process or thread."""
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """A context in which threads are started.
+
+    Raises:
+        UsageError: the system starts no further one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):  # CPython, Modules/_threadmodule.c
+            raise
+        raise UsageError("no further thread can be started", TOO_MANY) from None
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool of threads, which are started as work is submitted."""
+
+    def submit(self, fn: Callable[Args, Result], /, *args: Args.args, **kwargs: Args.kwargs) -> Future[Result]:
+        """Give work to the pool; `map` does so too.
+
+        Raises:
+            UsageError: this needs a further thread, and the system starts none.
+        """
+        with starting():
+            return super().submit(fn, *args, **kwargs)

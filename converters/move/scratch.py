@@ -114,7 +114,7 @@ class Scratch:
 
 
 def _words(fragment: Fragment, chunk: Chunk) -> Array:
-    """Return the elements of a chunk as words, multiplied by the chunk's factor.
+    """Return the elements of a chunk as words, with the chunk's change.
 
     Raises:
         SourceError: the chunk has another element size or number of elements than the metadata records.
@@ -127,12 +127,13 @@ def _words(fragment: Fragment, chunk: Chunk) -> Array:
             f"{fragment.dtype}{list(chunk.shape)}"
         )
     words: Array = np.ascontiguousarray(values).reshape(-1).view(WORDS[size])
-    if chunk.factor == 1.0:
+    if chunk.change is None:
         return words
     assert fragment.dtype in FLOATS
-    scaled = np.empty_like(words)
+    factor, plus, _ = chunk.change
+    changed = np.empty_like(words)
     for start in range(0, len(words), casts.PIECE):
         piece = slice(start, start + casts.PIECE)
-        product = casts.to_float(words[piece], fragment.dtype).astype(np.float64) * chunk.factor
-        casts.round_once(product, fragment.dtype, chunk.name, scaled[piece])
-    return scaled
+        values = casts.to_float(words[piece], fragment.dtype).astype(np.float64) * factor + plus
+        casts.round_once(values, fragment.dtype, chunk.name, changed[piece])
+    return changed

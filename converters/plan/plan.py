@@ -167,8 +167,7 @@ class Job:
         fragments = [part.fragment for part in self.sources]
         each = [piece for fragment in fragments for piece in (fragment, *(inner for _, inner in fragment.pieces))]
         coded = sorted({f"{piece.scales.method} to {piece.dtype}" for piece in each if piece.scales})
-        rooted = any(piece.chunk and piece.chunk.factor != 1 for piece in each)
-        multiplied = ["multiply by the root of the head dimension, by which the source divides"] * rooted
+        changed = sorted({piece.chunk.change.edge for piece in each if piece.chunk and piece.chunk.change})
         rounded = ["quantize to FP8 by blocks"] * any(fragment.coded for fragment in fragments)
         kind = "last" if self.last else "mean"
         grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
@@ -177,7 +176,7 @@ class Job:
         plus = any(term.job.less_one[0] for term in self.terms) or self.shift > 0
         moved = ["add 1 to a norm that is stored minus 1"] if plus and self.targets else []
         moved += ["subtract 1 from a norm"] if self.shift < 0 and self.targets else []
-        decoded = [*(f"dequantize {method}" for method in coded), *multiplied]
+        decoded = [*(f"dequantize {method}" for method in coded), *changed]
         return (*decoded, *rounded, *added, *cast, *moved, *grow, *summed)
 
 

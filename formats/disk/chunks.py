@@ -42,6 +42,20 @@ class Store(NamedTuple):
     tree: bool
 
 
+class Change(NamedTuple):
+    """A change of every element, computed in float64 and rounded once: times `factor`, then plus `plus`.
+
+    Attributes:
+        factor: the number that an element is multiplied by.
+        plus: the number that is added to the product.
+        edge: what to call the change in a plan.
+    """
+
+    factor: float
+    plus: float
+    edge: str
+
+
 class Chunk(NamedTuple):
     """A chunk of an array. Offsets of fragments in a chunk count bytes of its decoded, row-major elements.
 
@@ -51,7 +65,7 @@ class Chunk(NamedTuple):
         start: the index of the first element, along each dimension of the array.
         shape: the number of elements along each dimension; chunks at the end of the array may be smaller.
         outer: the dimension that decoding makes the outermost one; the other dimensions follow in their order.
-        factor: the elements are multiplied by this number, in float64, and rounded once.
+        change: how the elements are changed; None for not at all.
     """
 
     store: Store
@@ -59,7 +73,7 @@ class Chunk(NamedTuple):
     start: tuple[int, ...]
     shape: tuple[int, ...]
     outer: int = 0
-    factor: float = 1.0
+    change: Change | None = None
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ MAXTEXT = Format(
     "MaxText's checkpoints of Orbax: items/ with _METADATA; read, not written",
     "for MaxText use `convert maxtext2hf`",
     "formats.huggingface.maxtext.checkpoint",
+    "formats.huggingface.maxtext.optimizer",
     to_folder="maxtext2hf",
+    reader_options=("only",),
     signs="_METADATA",
 )

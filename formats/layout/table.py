@@ -66,13 +66,15 @@ CONDITIONS = {
     "fused": "only when gate and up, or all experts, are one tensor, or when names are those of transformers in memory",
     "separate": "only when gate and up, and each expert, are tensors of their own, or when names are those of the Hub",
     "centred": "stored minus 1; other formats store the tensor itself",
+    "raised": "stored plus 1; other formats store the tensor itself",
     "rooted": "stored divided by the square root of the head dimension; other formats store the tensor itself",
+    "scaled": "stored times the square root of the hidden size; other formats store the tensor itself",
     "copy": "a copy of a tensor that another file holds",
     "partial": "a summand: the tensor is the sum of the tensors of all ranks",
     "optional": "may be absent",
 }
 CENTRED = "centred"
-ALWAYS = {CENTRED, "rooted", "copy", "partial", "optional"}
+ALWAYS = {CENTRED, "raised", "rooted", "scaled", "copy", "partial", "optional"}
 """Conditions that describe a tensor, and do not specify when the tensor exists."""
 BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 """Conditions that a key of config.json turns on in some families."""

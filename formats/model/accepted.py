@@ -13,6 +13,7 @@ EPSILON = "post_layernorm_epsilon"
 IMAGES = "image_attention"
 MERGER = "merger_gelu"
 UNKNOWN = "unknown-arguments"
+SCALED_STEPS = "scaled_steps"
 LINEAR, LLAMA3, YARN, LATENT = "rotary_seq_len_interpolation_factor", "rope_scaling_factor", "yarn", "latent_yarn"
 FIRST, SECOND, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"
 KNOWN: Mapping[str, str] = {
@@ -24,6 +25,7 @@ KNOWN: Mapping[str, str] = {
     EPSILON: "Megatron-Bridge: a Gemma 3 whose norms have two epsilons",
     IMAGES: "Megatron-Bridge: a Gemma 3 whose attention is causal within an image",
     MERGER: "Megatron-Bridge: a Qwen3.5 whose images pass an approximated gelu behind their tower",
+    SCALED_STEPS: "MaxText: an optimizer with parameters that take larger or smaller steps there than elsewhere",
     UNKNOWN: "Megatron: arguments that no version has, as settings that leave the model alone",
     LINEAR: "flags for a Megatron-LM that ignores the factor of linear rotary scaling",
     LLAMA3: "flags for a Megatron-LM that ignores the factor of llama3 rotary scaling",

@@ -130,8 +130,8 @@ def test_the_config_is_of_another_model(convert, tmp_path, change, parts):
     ("change", "parts"),
     [
         (
-            {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
-            ("a gemma2 of MaxText is not read", "qwen3"),
+            {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]},
+            ("a smollm3 of MaxText is not read", "qwen3"),
         ),
         (
             {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16},
@@ -149,6 +149,60 @@ def test_a_model_that_is_not_read(convert, tmp_path, change, parts):
     at = copied(tmp_path, "llama_state")
     changed(at / "config.json", lambda config: config.update(change))
     refused(convert("maxtext2hf", at, tmp_path / "out"), 4, *parts)
+
+
+ALWAYS = ["full_attention"] * 2 + ["sliding_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "part"),
+    [
+        ("gemma2", {"layer_types": ALWAYS}, "MaxText's gemma2 has a window in all but each layer 2"),
+        ("gemma2", {"num_hidden_layers": 3}, "num_hidden_layers = 3, and MaxText's gemma2 has an even number"),
+        ("gemma2", {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05, and MaxText's gemma2 has 1e-06"),
+        ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma2", {"hidden_activation": "gelu"}, "activation = gelu, and MaxText has its approximation alone"),
+        (
+            "gemma2",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 32}},
+            "rope_type = 'llama3'",
+        ),
+        ("gemma3_unscanned", {"sliding_window_pattern": 2}, "sliding_window_pattern = 2, and MaxText's gemma3_text"),
+        ("gemma3_unscanned", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar = 24.0, and MaxText's gemma3_text"),
+    ],
+)  # fmt: skip
+def test_a_gemma_that_its_decoder_does_not_compute(convert, tmp_path, name, change, part):
+    at = copied(tmp_path, name)
+    changed(at / "config.json", lambda config: config.update(change))
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 4, part)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "part"),
+    [
+        ("gemma2", 6, "should have the 3 blocks of 2 layers of the config"),
+        ("gemma3_unscanned", 8, "tensors are missing: decoder.layers_7"),
+    ],
+)
+def test_a_gemma_of_other_layers(convert, tmp_path, name, layers, part):
+    at = copied(tmp_path, name)
+    changed(at / "config.json", lambda config: config.update(num_hidden_layers=layers))
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 3, part)
+
+
+def test_the_text_of_a_gemma_3(convert, tmp_path):
+    """The released models are multimodal: their config is for the text, which MaxText may train alone."""
+    at = copied(tmp_path, "gemma3_unscanned")
+    text = json.loads((at / "config.json").read_text())
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (at / "config.json").write_text(json.dumps(whole | {"tie_word_embeddings": True}))
+    ran = convert("maxtext2hf", at, tmp_path / "out", "--only", "text")
+    assert ran.code == 0, ran.err
+    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+    same = convert("diff", tmp_path / "out", GOLDEN / "gemma3_unscanned/checkpoint", "--config", tmp_path / "out")
+    assert same.code == 0, same.err
 
 
 def test_without_a_config(convert, tmp_path):
@@ -224,7 +278,12 @@ def test_a_query_of_eight_bits(convert, tmp_path, monkeypatch):
         }
 
     monkeypatch.setattr(checkpoint, "arrays", of_eight_bits)
-    refused(convert("maxtext2hf", at, tmp_path / "out"), 4, "is F8_E4M3, and it has to be multiplied by the root")
+    refused(
+        convert("maxtext2hf", at, tmp_path / "out"),
+        4,
+        "is F8_E4M3, in which nothing is computed",
+        "multiply by the root",
+    )
 
 
 @pytest.mark.parametrize(("place", "names"), [("default", "default, items"), (".", "itself, items")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,25 @@ def test_an_adapter_that_lost_a_part(convert, tmp_path, name):
         (folder / ".metadata").write_bytes(metadata)
         edit(folder, change)
         refused(convert(*export[:2], tmp_path / "no", *export[2:]), 3, message)
+
+
+@pytest.mark.parametrize("place", ["mlp.experts", "mlp.shared_experts", "mlp.experts.experts"])
+def test_an_adapter_of_experts(convert, tmp_path, place):
+    """Refused: the experts of an expert parallel rank share one (Megatron-Bridge#5484), and with expert tensor
+    parallelism, or shared experts that overlap, a training computed something else than the merged matrix (#5634)."""
+    run = shutil.copytree(REAL / "lora_tp2", tmp_path / "run")
+
+    def of_experts(stored: Any) -> None:
+        def named(fqn: str) -> str:
+            return fqn.replace("mlp.linear_fc2.adapter", f"{place}.linear_fc2.adapter")
+
+        stored.state_dict_metadata = {named(fqn): about for fqn, about in stored.state_dict_metadata.items()}
+        stored.storage_data = {replace(at, fqn=named(at.fqn)): info for at, info in stored.storage_data.items()}
+
+    edit(run / "iter_0000007", of_experts)
+    ran = convert("megatron2hf", run, tmp_path / "no", "--adapter", "only")
+    refused(ran, 3, f"{place}.linear_fc2.adapter", "adapters of attention and of dense MLPs are read")
+    assert not (tmp_path / "no").exists()
 
 
 def test_another_method(convert, tmp_path):

@@ -23,7 +23,7 @@ from converters.plan.request import Limits, Request
 from converters.plan.targets import plan_huggingface
 from formats.checkpoint import Settings
 from formats.disk import chunks
-from formats.disk.chunks import Chunk, Store
+from formats.disk.chunks import Change, Chunk, Store
 from formats.disk.safetensors import Fragment, row_major
 from formats.errors import OutputError
 from formats.layout.columns import Cut, Piece
@@ -34,8 +34,9 @@ GOLDEN = Path(__file__).parents[1] / "golden/maxtext"
 SHARDED = GOLDEN / "llama_sharded"
 
 
-def fragment(values: np.ndarray, dtype: str, factor: float = 1.0) -> Fragment:
-    chunk = Chunk(Store(Path("/none"), "zarr3", True), "x", (0,) * values.ndim, values.shape, factor=factor)
+def fragment(values: np.ndarray, dtype: str, factor: float = 1.0, plus: float = 0.0) -> Fragment:
+    change = Change(factor, plus, "an edge") if (factor, plus) != (1.0, 0.0) else None
+    chunk = Chunk(Store(Path("/none"), "zarr3", True), "x", (0,) * values.ndim, values.shape, change=change)
     return Fragment(Path("/none"), 0, dtype, values.shape, row_major(values.shape), chunk=chunk)
 
 
@@ -82,19 +83,19 @@ def test_processes_share_them(monkeypatch, decoded):
     assert not made.exists()
 
 
-def test_it_is_multiplied_in_float64_and_rounded_once(monkeypatch):
+@pytest.mark.parametrize(("root", "plus"), [(8**0.5, 0.0), (1.0, -1.0), (8**0.5, -1.0)])
+def test_it_is_changed_in_float64_and_rounded_once(monkeypatch, root, plus):
     import torch
 
     values = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(torch.bfloat16)
     raw = values.view(torch.int16).numpy().view(np.uint16)
     monkeypatch.setattr(scratch, "decoded", lambda _: raw)
-    root = 8**0.5
-    files = Scratch()
-    path = files.decoded(fragment(raw, "BF16", root), fragment(raw, "BF16", root).chunk)
+    files, changed = Scratch(), fragment(raw, "BF16", root, plus)
+    path = files.decoded(changed, changed.chunk)
     got = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.bfloat16).reshape(64, 32)
     files.close()
     assert not path.exists()
-    exact = values.double() * root
+    exact = values.double() * root + plus
     nearest = exact.to(torch.bfloat16)
     neighbours = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (-np.inf, np.inf)]
     error = (got.double() - exact).abs()

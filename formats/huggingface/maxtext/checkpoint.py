@@ -16,23 +16,24 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from math import prod, sqrt
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
-from formats.disk.chunks import DTYPES, Array, Store, arrays
+from formats.disk.chunks import DTYPES, arrays
 from formats.disk.handle import is_remote
 from formats.disk.safetensors import DTYPES as SIZES
-from formats.disk.safetensors import FLOATS
-from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.huggingface import MAXTEXT
+from formats.huggingface import MAXTEXT, language_model
 from formats.huggingface import folder as huggingface
-from formats.huggingface.maxtext.orbax import METADATA, Tree, read_tree, tensor_of
-from formats.huggingface.maxtext.tables import FAMILIES, ROOTED, TABLES, slots_of
-from formats.layout.pieces import Scattered, match_pieces, unstack
-from formats.layout.placed import Placed
+from formats.huggingface.maxtext.changes import changed
+from formats.huggingface.maxtext.decoder import neighbours_of
+from formats.huggingface.maxtext.layers import by_layer
+from formats.huggingface.maxtext.orbax import METADATA, Tree, read_tree
+from formats.huggingface.maxtext.tables import FAMILIES, TABLES, slots_of
+from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.table import Rule
 from formats.model.spec import ModelSpec
 
@@ -41,20 +42,15 @@ ITEMS = "items"
 """MaxText's name of the Orbax item with all that it saves except the state of its data loader."""
 PARAMETERS = re.compile(r"(?:params\.params\.)?((?:decoder|token_embedder)\..+?)(?:\.value)?")
 """The name of a parameter, with the prefix of a training state and the suffix of a parameter-only checkpoint."""
-STACKED = re.compile(r"decoder\.layers\.(.+)")
-"""The name of an array that stacks a parameter of all layers."""
 OPTIMIZER = "opt_state"
 BESIDE = re.compile(rf"step(?:\.value)?|(?:{OPTIMIZER}|nnx_aux)\..+")
 """The name of what a training state has besides parameters: step, optimizer, states of random numbers."""
 UNFINISHED = ".orbax-checkpoint-tmp"
 """In the name of a folder that Orbax has not committed."""
 FRESH = "fresh states of the optimizer"
-EMBEDDING = "token_embedder.embedding"
-LAYERS = 1
-"""The dimension of the layers in a stacked array (`param_scan_axis`)."""
-SCALINGS = {"default": False, "linear": False, "llama3": True}
-"""Rotary scaling that is read: whether neighbouring rows rotate with it. MaxText's YaRN may do either
-(`rope_interleave`), so it is not read."""
+EMBEDDING, HEAD = "token_embedder.embedding", "decoder.logits_dense.kernel"
+HEAD_NAME = "lm_head.weight"
+"""The name of the output head in transformers."""
 
 
 def detect(path: Path) -> bool:
@@ -104,12 +100,16 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             "add --config BASE, a folder of Hugging Face whose config.json describes it",
             lambda: _contents(path, tree),
         )
+    part = language_model.select(
+        config, [HEAD_NAME] if HEAD in names else [], settings, str(assets / "config.json")
+    )  # MaxText trains the text of a Gemma 3 alone
+    config = part.config
     spec = huggingface.read_spec(config, assets, settings)
-    neighbours = _neighbours(spec, assets)
+    neighbours = neighbours_of(spec, assets)
     described = arrays(tree.store, names.values())
     tensors = dict[str, Scattered]()
     for key, name in names.items():
-        of_layers = _by_layer(key, name, described[name], tree.store, spec)
+        of_layers = by_layer(key, name, described[name], tree.store, spec)
         if twice := sorted({*of_layers} & {*tensors}):
             raise SourceError(f"{home} holds {twice[0]} twice, once in the array {name}", "save it again with MaxText")
         tensors |= of_layers
@@ -117,11 +117,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     _, pieces, _ = match_pieces(slots_of(spec, padded, neighbours=neighbours), tensors, (), home)
     others = [name for name in every if name not in names.values()]
     return Checkpoint(
-        path, home, NAME, spec, tuple(_with_root(piece, spec) for piece in pieces),
+        path, home, NAME, spec, tuple(changed(piece, spec) for piece in pieces),
         tuple(name for name in others if not name.startswith(OPTIMIZER)), tree.files, {}, assets,
         Details(fresh=FRESH, shown={"padded_vocab": padded} if padded != spec.vocab else {}),
-        notes=_assumed(spec, neighbours), settings=settings, config=config, padded_vocab=padded,
-        state=(OPTIMIZER,) if any(name.startswith(OPTIMIZER) for name in others) else (),
+        notes=(*_assumed(spec, neighbours), *part.notes), settings=settings, config=config, padded_vocab=padded,
+        left=part.left, state=(OPTIMIZER,) if any(name.startswith(OPTIMIZER) for name in others) else (),
     )  # fmt: skip
 
 
@@ -198,71 +198,10 @@ def _rows(embedding: Scattered, spec: ModelSpec, settings: Settings, home: Path)
     return rows
 
 
-def _neighbours(spec: ModelSpec, assets: Path) -> bool:
-    """Whether rotary embeddings rotate neighbouring rows of a head, not halves.
-
-    Raises:
-        UnsupportedError: the family is not supported, or MaxText's decoder does not compute what the config specifies.
-    """
-    where = f"{assets / 'config.json'}"
-    if spec.family not in FAMILIES:
-        raise UnsupportedError(f"{where}: a {spec.family} of MaxText is not read; of it are {', '.join(FAMILIES)}")
-    if odd := {*spec.biases} - {"qkv_bias"}:
-        names = some(sorted(odd), 2)
-        raise UnsupportedError(f"{where}: {names} of {spec.family}, and MaxText's decoder has no such biases")
-    if spec.sliding_window is not None:
-        raise UnsupportedError(
-            f"{where}: sliding_window = {spec.sliding_window}, and MaxText's decoder of {spec.family} has no windows",
-            "if the training saw no longer texts: --set sliding_window=none",
-        )
-    kind = (spec.rope_scaling or {}).get("rope_type", "default")
-    if kind not in SCALINGS:
-        raise UnsupportedError(
-            f"{where}: rope_type = {short(kind)}, with which a checkpoint does not say which rows of a head rotate"
-        )
-    return SCALINGS[kind]
-
-
 def _assumed(spec: ModelSpec, neighbours: bool) -> tuple[str, ...]:
     """Return the note on settings that the checkpoint does not record and that are assumed."""
     rows = "neighbours rotate (rope_type: llama3.1)" if neighbours else "halves of a head rotate (rope_type: default)"
-    tied = ", and no logits are divided (normalize_embedding_logits: false)" if spec.tied else ""
+    divided = "logits are divided" if FAMILIES[spec.family].gemma else "no logits are divided"
+    value = "true" if FAMILIES[spec.family].gemma else "false"
+    tied = f", and {divided} (normalize_embedding_logits: {value})" if spec.tied else ""
     return (f"the checkpoint says no settings: they are those of the config; {rows}{tied}",)
-
-
-def _by_layer(key: str, name: str, array: Array, store: Store, spec: ModelSpec) -> dict[str, Scattered]:
-    """Return the tensors of an array by name; an array that stacks all layers becomes a tensor for each layer.
-
-    Raises:
-        SourceError: the array has another number of layers than the config.
-    """
-    match = STACKED.fullmatch(key)
-    if match is None:
-        return {key: tensor_of(store, name, array)}
-    if len(array.shape) <= LAYERS or array.shape[LAYERS] != spec.layers:
-        raise SourceError(
-            f"{store.folder}: {key} {list(array.shape)} should have the {spec.layers} layers of the config along its "
-            "second dimension",
-            "check that the config belongs to these weights; another param_scan_axis than 1 is not read",
-        )
-    parts = unstack(tensor_of(store, name, array, LAYERS), LAYERS)
-    return {f"decoder.layers_{layer}.{match[1]}": part for layer, part in enumerate(parts)}
-
-
-def _with_root(placed: Placed, spec: ModelSpec) -> Placed:
-    """Return a query multiplied by the square root of the head dimension, which MaxText has divided it by.
-
-    The factor is applied when the chunk is decoded. Other tensors are returned unchanged.
-
-    Raises:
-        UnsupportedError: the query has an element type that is not computed with.
-    """
-    chunk = placed.fragment.chunk
-    if ROOTED not in placed.slot.rule.conditions or chunk is None:
-        return placed
-    if placed.fragment.dtype not in FLOATS:
-        raise UnsupportedError(
-            f"{placed.key} is {placed.fragment.dtype}, and it has to be multiplied by the root of the head dimension",
-            "save the parameters in bfloat16 or float32",
-        )
-    return placed._replace(fragment=placed.fragment._replace(chunk=chunk._replace(factor=sqrt(spec.head_dim))))

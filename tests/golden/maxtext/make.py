@@ -7,6 +7,7 @@ utils/model_creation_utils.py, and the model that this gives computes the logits
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -25,6 +26,17 @@ COMMON = {
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "base_mlp_dim": 24, "base_moe_mlp_dim": 24, "sparse_matmul": False,
     "megablox": False,
+}  # fmt: skip
+GEMMA = {
+    "mlp_activations": "[gelu,linear]", "logits_via_embedding": True, "normalize_embedding_logits": True,
+    "normalization_layer_epsilon": 1e-6, "use_post_attn_norm": True, "use_post_ffw_norm": True,
+    "sliding_window_size": 5,
+}  # fmt: skip
+GEMMA2 = {**GEMMA, "decoder_block": "gemma2", "attn_logits_soft_cap": 2.0, "final_logits_soft_cap": 20.0}
+GEMMA3 = {
+    **GEMMA, "model_name": "gemma3-4b", "override_model_config": True, "use_multimodal": False,
+    "decoder_block": "gemma3", "local_rope_max_timescale": 10000, "rope_max_timescale": 1000000,
+    "rope_linear_scaling_factor": 4.0, "base_mlp_dim": 40,
 }  # fmt: skip
 CASES: dict[str, dict[str, object]] = {
     "llama_state": {"decoder_block": "llama2", "base_num_decoder_layers": 2},
@@ -49,9 +61,14 @@ CASES: dict[str, dict[str, object]] = {
     "qwen3_moe": {
         "decoder_block": "qwen3_moe", "use_qk_norm": True, "norm_topk_prob": True, "scan_layers": False, **EXPERTS,
     },
+    "qwen3_state": {"decoder_block": "qwen3", "use_qk_norm": True, "base_num_decoder_layers": 2, "steps": 8},
+    "gemma2": {"steps": 8, **GEMMA2, "base_num_decoder_layers": 2},
+    "gemma2_unscanned": {**GEMMA2, "base_num_decoder_layers": 2, "base_emb_dim": 16, "scan_layers": False},
+    "gemma3": {**GEMMA3, "base_num_decoder_layers": 13, "base_emb_dim": 16},
+    "gemma3_unscanned": {**GEMMA3, "base_num_decoder_layers": 7, "base_emb_dim": 16, "scan_layers": False},
 }  # fmt: skip
 """What differs from `COMMON` and from the defaults of its configs/base.yml."""
-WITH_STATE = ("llama_state", "llama_sharded")
+WITH_STATE = ("llama_state", "llama_sharded", "gemma2", "qwen3_state")
 """Cases that keep the whole state of the training; of the others the parameters are saved alone."""
 
 
@@ -67,6 +84,7 @@ def main(case: str, out: Path) -> None:
     import maxtext
     import numpy as np
     from maxtext.configs import pyconfig
+    from maxtext.input_pipeline.input_pipeline_interface import create_data_iterator
     from maxtext.trainers.pre_train import train
     from maxtext.utils import generate_param_only_checkpoint, maxtext_utils, model_creation_utils
 
@@ -77,7 +95,7 @@ def main(case: str, out: Path) -> None:
         own = settings | {"run_name": run, "base_output_directory": str(runs)} | more
         return ["", str(base), *(f"{key}={value}" for key, value in own.items())]
 
-    train.main(arguments("train"))
+    train.main(arguments("train", metrics_file=out / "metrics.jsonl"))
     state = runs / "train/checkpoints/3"
     if case in WITH_STATE:
         final = state
@@ -92,12 +110,22 @@ def main(case: str, out: Path) -> None:
     positions = np.broadcast_to(np.arange(12), ids.shape)
     with mesh:
         logits = model(ids, positions, np.ones_like(ids), enable_dropout=False)
+    if settings["steps"] > 4:
+        keep_steps(out, next(create_data_iterator(config, mesh)[0]))
     shutil.copytree(final, out / "checkpoint")
     np.savez(out / "logits.npz", ids=ids, logits=np.asarray(logits, np.float32))
     shutil.rmtree(runs)
     for name in ("_sharding", "commit_success.txt"):
         for path in out.rglob(name):
             path.unlink()
+
+
+def keep_steps(out: Path, batch: dict[str, object]) -> None:
+    """Keep the batch of a training, which is the same in all steps, and loss and learning rate of each step."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    steps = [{"loss": line["learning/loss"], "lr": line["learning/current_learning_rate"]} for line in lines]
+    kept = {name: [[int(token) for token in row] for row in batch[name]] for name in ("inputs", "targets")}
+    (out / "steps.json").write_text(json.dumps({**kept, "steps": steps}))
 
 
 if __name__ == "__main__":

@@ -133,7 +133,9 @@ def run(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
         OutputError: OUT exists, there is no room, or another process or conversion uses the staging folder.
     """
     check_paths(work.source, request)
-    with open_journal(request.staging, MARK, (), force=request.force, every=request.commit_seconds):
+    every, place = request.commit_seconds, request.place
+    with open_journal(request.staging, MARK, (), force=request.force, every=every, place=place):
+        check_paths(work.source, request)  # once more: what a killed run had moved away is back
         return _write(work, request, limits)
 
 

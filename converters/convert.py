@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from converters.assets import files as assets
 from converters.assets.replaceable import foreign
 from converters.assets.trusted import is_read_with_model
-from converters.common.atomic import stoppable, sync_path
+from converters.common.atomic import put_in_place, stoppable, sync_path
 from converters.common.disk_space import require_space
 from converters.common.manifest import check_manifest, small_digests
 from converters.common.progress import Progress
@@ -91,6 +91,7 @@ def run(
     if plan.source.proof is not None:
         prove(plan.source.proof, request)
     with stoppable() as stopped, opened as journal:
+        _check_free(request)  # once more: what a killed run had moved away is back
         try:
             # the bytes that earlier runs wrote are not counted here: checksums are read from disk
             sums = None if journal.digests else Checksums(sizes_of(target.files))
@@ -164,8 +165,8 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
         check_manifest(source)
     check_room(plan, request, share)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
-    opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)
-    return plan.target, opened
+    every, place = request.commit_seconds, request.place
+    return plan.target, open_journal(request.staging, mark, files, share, force=request.force, every=every, place=place)
 
 
 def files_of(
@@ -429,9 +430,7 @@ def publish(request: Request) -> None:
     _check_free(request)  # once more: OUT may have been created during the conversion
     for folder in [request.root, *(path for path in request.root.rglob("*") if path.is_dir())]:
         sync_path(folder)
-    if request.place.is_dir() and any(request.place.iterdir()):
-        request.place.rename(request.staging / "replaced")
-    request.root.rename(request.place)
+    put_in_place(request.root, request.place, request.staging)
     try:
         sync_path(request.place.parent)
         shutil.rmtree(request.staging)

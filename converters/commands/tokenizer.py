@@ -118,8 +118,8 @@ def _lines(converted: Converted, checks: Iterable[Check]) -> str:
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 
-def _check_free(out: Path, force: bool) -> Path:
-    """The resolved path of OUT, which has to be absent, empty, or a tokenizer that may be deleted.
+def _check_free(out: Path, force: bool) -> None:
+    """Refuse an OUT that is neither absent, nor empty, nor a tokenizer that may be deleted.
 
     Raises:
         OutputError: OUT may not be replaced.
@@ -137,27 +137,26 @@ def _check_free(out: Path, force: bool) -> Path:
             f"{out} holds more than a tokenizer, such as {min(present - OURS)}",
             "--force deletes tokenizers only; write a new folder and copy its files",
         )
-    return place
 
 
 def _publish(files: Mapping[str, bytes], out: Path, force: bool) -> None:
     """Write all files beside OUT, then rename the folder to OUT in one step."""
     from converters.assets.files import write
-    from converters.common.atomic import sync_path
+    from converters.common.atomic import REPLACED, put_back, put_in_place, sync_path
 
-    place = _check_free(out, force)
+    place = out.resolve()
     staging = place.with_name(place.name + ".partial")
     try:
+        put_back(place, staging)
+        _check_free(out, force)
         if staging.exists():
             present = {path.name for path in staging.rglob("*")}
-            if present - OURS - {"out", "replaced"}:
+            if present - OURS - {"out", REPLACED}:
                 raise OutputError(f"{staging} is in the way and holds other things", "remove it yourself")
             shutil.rmtree(staging)
         for path in write(staging / "out", files, {}):
             sync_path(path)
-        if place.exists():
-            place.rename(staging / "replaced")
-        (staging / "out").rename(place)
+        put_in_place(staging / "out", place, staging)
         shutil.rmtree(staging)
     except OSError as error:
         raise OutputError(f"{error.filename or out}: {error.strerror}", "free some space, or choose another") from None

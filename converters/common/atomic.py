@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,8 @@ from typing import BinaryIO
 
 from formats.errors import OutputError
 
+REPLACED = "replaced"
+"""The folder in a staging folder that holds what OUT was, while the new one is put in its place."""
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask for an end: of a scheduler, a terminal, and Slurm before the time limit (`--signal=USR1@300`)."""
 
@@ -97,6 +100,31 @@ def write_file(path: Path, content: bytes) -> None:
     with named(path), synced(staged) as file:
         file.write(content)
     staged.rename(path)
+
+
+def put_in_place(new: Path, place: Path, staging: Path) -> None:
+    """Rename a finished folder to its place; a folder that is there is moved into `staging` first, and back on failure.
+
+    Raises:
+        OSError: the folder could not be renamed.
+    """
+    aside = staging / REPLACED
+    if aside.exists():  # of a run that was killed after both renames
+        shutil.rmtree(aside)
+    if place.is_dir() and any(place.iterdir()):
+        place.rename(aside)
+    try:
+        new.rename(place)
+    except OSError:
+        put_back(place, staging)
+        raise
+
+
+def put_back(place: Path, staging: Path) -> None:
+    """Rename what a run has moved out of its place into `staging` back there, if that run was killed just then."""
+    aside = staging / REPLACED
+    if aside.exists() and not place.exists():
+        aside.rename(place)
 
 
 def sync_path(path: Path) -> None:

@@ -27,7 +27,7 @@ from zlib import crc32
 
 from blake3 import blake3
 
-from converters.common.atomic import lock, write_all
+from converters.common.atomic import lock, put_back, write_all
 from converters.move.blocks import Files
 from converters.move.sampled import samples_of
 from converters.plan.plan import Job, Plan
@@ -176,6 +176,7 @@ def open_journal(
     *,
     force: bool,
     every: float,
+    place: Path | None = None,
 ) -> Iterator[Journal]:
     """Open or create the journal in a staging folder, locked, and only for the same conversion.
 
@@ -186,6 +187,7 @@ def open_journal(
         share: the share whose journal is opened, beside those of other shares; None for all of the conversion.
         force: discard the files of another conversion in the folder, instead of refusing. A share never does.
         every: seconds after which finished work is forced to disk.
+        place: OUT; a folder that a killed run has moved from there into the staging folder is put back.
 
     Raises:
         OutputError: another process or another conversion uses the folder, or the folder cannot be written.
@@ -193,6 +195,8 @@ def open_journal(
     with ExitStack() as stack:
         try:
             locks = _claim(stack, staging, share)
+            if place is not None and share is None:
+                put_back(place, staging)
             finished = _resume(locks[-1], staging, fingerprint, files, share, force)
         except OSError as error:
             raise OutputError(f"{staging}: {error.strerror}") from None

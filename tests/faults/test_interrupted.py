@@ -282,3 +282,68 @@ def test_two_processes_do_not_write_the_same_output(undisturbed, run_killed, con
         ran = convert("hf2megatron", source, tmp_path / "out", "--tp", 2, "--pp", 2)
     assert ran.code == 7
     assert "another process" in ran.err
+
+
+@pytest.fixture
+def replaced_when_killed(model, convert, tmp_path, monkeypatch) -> tuple[Path, Path, dict[str, bytes]]:
+    """A source, an OUT that was to be replaced by it when the process was killed, and what was in OUT."""
+    source, out = model("llama", "bfloat16"), tmp_path / "out"
+    assert convert("hf2hf", model("qwen2"), out).code == 0
+    old, real = files(out), Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if Path(target) == out:
+            raise SystemExit(137)
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        assert convert("hf2hf", source, out, "--force").code == 137
+    assert (out.exists(), (tmp_path / "out.partial/replaced").is_dir()) == (False, True)
+    return source, out, old
+
+
+def test_a_model_whose_replacement_was_killed_is_put_back(replaced_when_killed, convert):
+    source, out, old = replaced_when_killed
+    ran = convert("hf2hf", source, out, "--dtype", "fp16")  # of another conversion: the beginnings are refused
+    assert (ran.code, files(out)) == (7, old), ran.err
+    assert convert("hf2hf", source, out).code == 7
+    assert convert("hf2hf", source, out, "--force").code == 0
+    assert files(out) != old
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_without_force_a_model_that_is_put_back_is_not_replaced(replaced_when_killed, convert):
+    source, out, old = replaced_when_killed
+    ran = convert("hf2hf", source, out)
+    assert (ran.code, "out exists" in ran.err, files(out)) == (7, True, old), ran.err
+
+
+def test_a_damaged_replacement_takes_no_model_with_it(replaced_when_killed, convert):
+    """What was written is deleted, and the old model stays: both were gone."""
+    source, out, old = replaced_when_killed
+    with (out.parent / "out.partial/out/model.safetensors").open("r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-9, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    assert convert("hf2hf", source, out, "--force").code == 6
+    assert files(out) == old
+    assert convert("hf2hf", source, out, "--force").code == 0
+
+
+def test_what_cannot_be_put_in_its_place_replaces_nothing(model, convert, monkeypatch, tmp_path):
+    out, real = tmp_path / "out", Path.rename
+    assert convert("hf2hf", model("qwen2"), out).code == 0
+    old = files(out)
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name == "out" and Path(target) == out:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        ran = convert("hf2hf", model(), out, "--force")
+    assert (ran.code, "cannot be put in its place" in ran.err, files(out)) == (7, True, old), ran.err
+    assert convert("hf2hf", model(), out, "--force").code == 0

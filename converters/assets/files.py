@@ -117,10 +117,10 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     spec = spec or source.spec
     counted = list(source.dtypes().values())
     usual = max(counted, key=counted.count)
-    if source.assets is None or source.config is None:
+    if source.config is None or (source.assets is None and isinstance(spec, ModelSpec)):
         alone = mtp.with_layer_count(to_huggingface(spec, {}), spec, source.dropped)
         return _dump({**alone, **source.token_ids, "torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
-    path, base = require_inside(source.assets / "config.json", source.assets), source.config
+    base = source.config
     config = mtp.with_layer_count(to_huggingface(spec, base), spec, source.dropped)
     plain = is_stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
     if plain:
@@ -131,7 +131,9 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
         dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     if dtype in TORCH_NAMES:
         config |= dict.fromkeys([named, *(key for key in DTYPE if key in config)], TORCH_NAMES[dtype])
-    return path.read_bytes() if config == base and not source.settings.only else _dump(config)
+    if source.assets is None or config != base or source.settings.only:
+        return _dump(config)
+    return require_inside(source.assets / "config.json", source.assets).read_bytes()
 
 
 def dropouts_of(source: Checkpoint) -> dict[str, float]:

@@ -240,7 +240,8 @@ for_trainer = click.option(
 )  # fmt: skip
 megatron_version = click.option(
     "--megatron-version", type=click.Choice(VERSIONS),
-    help="Megatron-LM that megatron_flags.txt is for.  [default: the newest that computes the model]",
+    help="Megatron-LM that megatron_flags.txt is for; with --for bridge, what Bridge runs with: 0.16 for its 0.3.1."
+         "  [default: the newest that computes the model]",
 )  # fmt: skip
 optimizer_kind = click.option(
     "--optimizer", type=click.Choice(["plain", "distributed"]),

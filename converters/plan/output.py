@@ -177,7 +177,8 @@ def require_config(source: Checkpoint) -> None:
     """
     from formats.model.spec import Verbatim
 
-    if isinstance(source.spec, Verbatim) and source.assets is None and source.settings.adapter is None:
+    unknown = source.assets is None and source.config is None
+    if isinstance(source.spec, Verbatim) and unknown and source.settings.adapter is None:
         raise OptionNeededError(
             f"{source.root} has no config.json", "add --config BASE, the model that the training began with"
         )

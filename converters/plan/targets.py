@@ -139,7 +139,7 @@ def plan_megatron(
         if source.spec.family in VISIONS and options.dialect == DIST and options.trainer:
             return _whole(source, request, options, iteration, args)
         family, why = source.spec.family, lacking.REASONS.get(source.spec.family, source.spec.why)
-        why += f"; {LACKING[family]}" if family in LACKING and options.trainer else ""
+        why += f"; {LACKING[family].why}" if family in LACKING and options.trainer else ""
         ways = [f"{providers.BRIDGE} writes it for Megatron-Bridge"] * (family in VISIONS)
         ways += ["--only text makes its language model alone"] * (family in WHOLES)
         raise UnsupportedError(
@@ -182,17 +182,17 @@ def _whole(
 ) -> Plan:
     """A plan that writes a model of images for Megatron-Bridge."""
     from formats.megatron import torch_dist, vision_language
-    from formats.megatron.args.visions import VISIONS
+    from formats.megatron.args import visions
     from formats.megatron.details import Megatron
 
     text = assets.config_text(source, _cast_to(request))
     config, compared = json.loads(text), agreement.notes(source, source.spec, text)
     source = source if source.format == HUGGINGFACE.name else names.with_names_in_files(source, config)
     assert isinstance(source.spec, Verbatim)
-    on_hub = VISIONS[source.spec.family].on_hub
+    on_hub = visions.of_kind(source.spec.family, options.version).on_hub
     source = names.with_names(source, config, {key: on_hub(key) for key in source.spec.shapes})
     assert isinstance(source.spec, Verbatim)
-    model = vision_language.describe(source.spec, config, str(source.root))
+    model = vision_language.describe(source.spec, config, str(source.root), options.version)
     notes = model.notes(options.accepted)
     saved = source.details.args if isinstance(source.details, Megatron) else {}
     args, dtypes = assets.dropouts_of(source) | dict(args or saved), cast_dtypes(source, request.cast)

@@ -38,7 +38,7 @@ from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state, extra_states, lora, mtp, muon, vision_language
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, linear_attention, providers, run_config, state_space
+from formats.megatron.args import flags, linear_attention, providers, run_config, state_space, whole_config
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, expert_groups
@@ -149,7 +149,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         saved = {**common.value, "args": run_config.args_of(saved_config, adapter=settings.adapter is not None)}
         common = replace(common, path=saved_config.path, value=saved)
         entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
-    args, vision = args_of(common), run_config.vision_of(saved_config) if saved_config else None
+    args = args_of(common)
+    vision = run_config.vision_of(saved_config, (entry.name for entry in entries)) if saved_config else None
     if vision:
         entries, beside = vision_language.split_entries(entries)
     weights = [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)]
@@ -163,9 +164,21 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         run_config.require_rows(saved_config, padded, settings.values)
     assets = assets_of(run, settings)
     config = said = huggingface.read_config(assets) if assets else None
+    if vision and said is None and not settings.only:
+        said = whole_config.of_fields(*vision)
     if vision and said:
-        config = vision_language.text_config(*vision, said, tensors, str(common.path), str(assets))
-    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded, settled=saved_config is not None)
+        config = vision_language.text_config(*vision, said, tensors, str(common.path), str(assets or common.path))
+    spec = spec_of(
+        args,
+        DIST,
+        assets or common.path,
+        config,
+        settings,
+        folder,
+        common.path,
+        padded,
+        settled=saved_config is not None,
+    )
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
     _, placed, dropped = match_pieces(whole_slots(spec, table, padded, interleaves), tensors, DROPS, folder)
@@ -191,9 +204,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         state=tuple(name for name in STATE if name in sections),
     )
     return (
-        vision_language.join(vision[0], checkpoint, tensors_in(folder, beside), said, settings)
-        if vision
-        else checkpoint
+        vision_language.join(*vision, checkpoint, tensors_in(folder, beside), said, settings) if vision else checkpoint
     )
 
 
@@ -297,6 +308,8 @@ def write(
     """
     dtypes = model.dtypes(dtypes) if model else dtypes
     provider = providers.of_spec(spec, options.trainer)
+    if model is None:
+        providers.require_tower(provider, spec)
     options = replace(options, norm="te", experts=None) if provider or model else options
     pipeline, padded = topology_of(spec, options, options.trainer)
     folder = name_of(iteration)

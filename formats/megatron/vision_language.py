@@ -24,17 +24,18 @@ from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, ORIGINAL, Slot
 from formats.layout.table import CENTRED, Rule
-from formats.megatron.args import providers
+from formats.megatron.args import providers, visions, whole_config
 from formats.megatron.args.vision import HEAD, PREFIX, Vision
-from formats.megatron.args.visions import VISIONS
 from formats.megatron.chained_optimizer import CHAINED
 from formats.model import untabled
-from formats.model.spec import ModelSpec, Verbatim
+from formats.model.spec import ModelSpec, Verbatim, differences
 from formats.torch_files import dcp, dcp_writer
 
 OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
 NOWHERE = Path()
 WHY = "its tower has none, and the language model has one in Megatron alone"
+STATED = {"tied", "vocab"}
+"""Settings with which the user may overrule the config of a whole model."""
 Shape = tuple[int, ...]
 Locations = Mapping[tuple[str, int | None], Sequence[tuple[str, Leaf]]]
 """(logical tensor, layer): the tensors of the Hugging Face files that hold parts of it, each with its leaf."""
@@ -67,7 +68,8 @@ class VisionLanguageModel:
         """Return the notes for the user. Args and errors are those of `Vision.deviations`."""
         only = f"these files are for Megatron-Bridge's {self.vision.name} alone: megatron-core has no tower"
         deviations = self.vision.deviations(accept, f"Megatron-Bridge's {self.vision.name}")
-        return (only, *providers.of_release(self.text), *deviations)
+        releases = (f"they are for its {self.vision.releases}",) if self.vision.releases else ()
+        return (only, *(providers.of_release(self.text) or releases), *deviations)
 
     def padded(self, tp: int, first: int) -> int:
         """Return the rows of the embedding, which has no padding. Args and errors are those of `Vision.require`."""
@@ -96,12 +98,11 @@ class VisionLanguageModel:
     def _stacked(self, stored: dcp_writer.SlotPart) -> dcp_writer.SlotPart:
         """A tensor of the tower as a part of its stack, if it is of a layer of a tower that is stacked."""
         layers = self.vision.layers
-        stack = layers.stacked(stored.name) if layers else None
-        if layers is None or stack is None:
+        stack = layers.stacked(stored.name, self.vision.tower(self.config)) if layers else None
+        if stack is None:
             return stored
-        name, layer = stack
-        shape = (self.vision.tower(self.config)[layers.count], *stored.shape)
-        return stored._replace(name=name, shape=shape, box=((layer, layer + 1), *stored.box))
+        name, number, count = stack
+        return stored._replace(name=name, shape=(count, *stored.shape), box=((number, number + 1), *stored.box))
 
     def written(self, files: Iterable[OutputFile]) -> list[OutputFile]:
         """Return output files whose tensors are described as boxes of tensors of the Hugging Face files."""
@@ -110,21 +111,22 @@ class VisionLanguageModel:
         ]  # fmt: skip
 
 
-def describe(spec: Verbatim, config: Mapping[str, Any], where: str) -> VisionLanguageModel:
+def describe(spec: Verbatim, config: Mapping[str, Any], where: str, version: str | None) -> VisionLanguageModel:
     """Describe a Hugging Face vision-language model for writing it for Megatron-Bridge.
 
     Args:
         spec: the tensors of the Hugging Face files.
         config: the config.json of the model.
         where: the name of the folder in an error.
+        version: the megatron-core with which Megatron-Bridge runs; None for that of the newest release.
 
     Raises:
         UnsupportedError: the language model has no layout table.
-        RefusedError: tensors have other names than on the Hub, or the shape of fused experts leaves their orientation
-            open.
+        RefusedError: no release with this megatron-core has the class, tensors have other names than on the Hub, or the
+            shape of fused experts leaves their orientation open.
         SourceError: a tensor is missing, or has another shape.
     """
-    vision = VISIONS[spec.family]
+    vision = visions.of_kind(spec.family, version)
     fragments = {key: Fragment(NOWHERE, 0, "F32", shape, row_major(shape)) for key, shape in spec.shapes.items()}
     part = language_model.select(dict(config), fragments, ONLY_TEXT, where)
     upright = part.of(language_model.with_transposed_experts(config, fragments, ONLY_TEXT))
@@ -275,6 +277,7 @@ def text_config(
 
 def join(
     vision: Vision,
+    fields: Mapping[str, Any],
     text: Checkpoint,
     tower: Mapping[str, Scattered],
     config: Mapping[str, Any] | None,
@@ -284,6 +287,7 @@ def join(
 
     Args:
         vision: the class of the whole model.
+        fields: the model's fields in run_config.yaml.
         text: the checkpoint of the language model.
         tower: the other tensors, under the names of Megatron-Bridge.
         config: the config.json of the whole model; None where there is none.
@@ -291,17 +295,19 @@ def join(
 
     Raises:
         SourceError: a tensor is of no part of the model, or there is no config.
-        UnsupportedError: the tower is that of a later release of Megatron-Bridge.
-        RefusedError: the class deviates from transformers, which the user has not accepted.
+        RefusedError: the class deviates from transformers, which the user has not accepted, or the user sets what
+            the config does not say.
     """
     if settings.only:
         return replace(text, left=tuple(tower))
     if config is None:
+        began = fields.get(whole_config.MODEL_ID)
         raise SourceError(
             f"{text.home} is of a {vision.kind}, of which the config of its tower is missing",
-            "give the Hugging Face folder that the training began with: --config BASE; or --only text",
+            f"give the Hugging Face folder that the training began with: --config {began or 'BASE'}; or --only text",
         )
     assert isinstance(text.spec, ModelSpec)
+    _require_settings_of(config, text, settings)
     shapes, homes = dict[str, Shape](), dict[tuple[str, int | None], list[tuple[str, Leaf]]]()
     slots = [
         slot
@@ -319,13 +325,6 @@ def join(
         for of_tensor, where in _locations([Placed(key, slot, fragment)], {key: key}).items():
             homes.setdefault(of_tensor, []).extend(where)
     placed: list[Placed] = [*text.tensors]
-    later = sorted(name for name in tower if name.startswith(vision.later))
-    if later:
-        raise UnsupportedError(
-            f"{text.home} holds {later[0]}: from 0.4.0 on Megatron-Bridge gives a {vision.kind} a tower of "
-            "megatron-core's layers, which is not read",
-            "export it with its own AutoBridge.export_ckpt, or take --only text",
-        )
     tower = vision.layers.apart(tower) if vision.layers else tower
     odd = sorted(name for name in tower if vision.of_tower(name) is None)
     if odd:
@@ -339,9 +338,10 @@ def join(
         homes |= _locations([there], {name: key})
         placed += match_pieces([here], {name: tensor}, (), text.home)[1]
     notes = vision.deviations(settings.accept, str(text.home))
-    stated = {name: value for name, value in settings.values.items() if name in ("tied", "vocab")}
+    stated = {name: value for name, value in settings.values.items() if name in STATED}
     spec = untabled.describe(dict(config), shapes, stated | {"vocab": text.spec.vocab}, WHY)
-    spec = replace(spec, remarks=(*spec.remarks, *text.spec.notes, *notes))
+    made = () if text.assets else ("its config.json is made of the configs in run_config.yaml",)
+    spec = replace(spec, remarks=(*spec.remarks, *made, *text.spec.notes, *notes))
     return replace(
         text,
         spec=spec,
@@ -349,3 +349,29 @@ def join(
         config=config,
         padded_vocab=None,
     )
+
+
+def _require_settings_of(config: Mapping[str, Any], text: Checkpoint, settings: Settings) -> None:
+    """Refuse settings of the user that are not those of the whole model's config, which is carried as it is.
+
+    Args:
+        config: the config.json of the whole model.
+        text: the checkpoint of the language model, with its config.
+        settings: the user's settings.
+
+    Raises:
+        RefusedError: a setting has another value in the config.
+    """
+    named = settings.values.keys() - STATED
+    if not named:
+        return
+    assert text.config is not None
+    plain = replace(settings, values={name: settings.values[name] for name in settings.values.keys() & STATED})
+    said = huggingface.read_spec(text.config, text.assets or text.home, plain)
+    idle = [line for line in differences(text.spec, said) if line.partition(":")[0] in named]
+    if idle:
+        raise RefusedError(
+            f"the config of a {config['model_type']} is carried as it is, and --set contradicts it (set | config): "
+            f"{'; '.join(idle)}",
+            "correct config.json in the folder that --config names",
+        )

@@ -24,7 +24,7 @@ KNOWN: Mapping[str, str] = {
     FUSION: "Megatron: a GPT-OSS that was clamped before the bias of its experts was added",
     EPSILON: "Megatron-Bridge: a Gemma 3 whose norms have two epsilons",
     IMAGES: "Megatron-Bridge: a Gemma 3 whose attention is causal within an image",
-    MERGER: "Megatron-Bridge: a Qwen3.5 whose images pass an approximated gelu behind their tower",
+    MERGER: "Megatron-Bridge: a Qwen3-VL or Qwen3.5 whose images pass an approximated gelu behind their tower",
     SCALED_STEPS: "MaxText: an optimizer with parameters that take larger or smaller steps there than elsewhere",
     UNKNOWN: "Megatron: arguments that no version has, as settings that leave the model alone",
     LINEAR: "flags for a Megatron-LM that ignores the factor of linear rotary scaling",

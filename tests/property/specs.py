@@ -48,6 +48,15 @@ SCALINGS = (
     scaling("dynamic", {}, factor=FACTOR),
     scaling("longrope", {}, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
 )
+BETA = "llama_4_scaling_beta"
+GROWING = scaling(
+    "yarn",
+    {"truncate": st.booleans(), "beta_slow": st.just(0.5)},
+    factor=FACTOR,
+    original_max_position_embeddings=POSITIONS,
+    **{BETA: 0.1},
+)
+"""Of the families whose queries grow with their position."""
 ACTIVATIONS = ("relu2", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu")
 OF_TYPE = {"int": SIZE, "float": st.sampled_from([1.0, 0.5, 0.25]), "bool": st.booleans()}
 OFTEN: Mapping[str, st.SearchStrategy[Any]] = {
@@ -117,8 +126,10 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     }
     if family.rope_theta is not None:
         values["rope_theta"] = draw(st.sampled_from([10000.0, 5e5, 1234.5]))
-        taken = st.one_of(SCALINGS).filter(family.takes) if family.scalings else st.one_of(SCALINGS)
-        values["rope_scaling"] = draw(taken) if draw(st.booleans()) else None
+        growing = BETA in (family.defaults.get("rope_scaling") or {})
+        every = GROWING if growing and draw(st.booleans()) else st.one_of(SCALINGS)
+        taken = every.filter(family.takes) if family.scalings else every
+        values["rope_scaling"] = draw(taken) if growing or draw(st.booleans()) else None
     needed = {*family.keys, *(("experts", "top_k") if "moe" in traits else ())}
     free = (name for name in CHOICES if name in needed and name not in BOUNDED)
     values |= {name: draw(often[name] if name in often else OF_TYPE[TYPES[name]]) for name in free}

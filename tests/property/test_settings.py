@@ -34,7 +34,7 @@ from formats.huggingface.rope import PARTIAL, SCALING
 from formats.megatron import megatron_llm
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.options import CORE, Options, namespace
-from formats.megatron.args.providers import PROVIDERS, of_spec
+from formats.megatron.args.providers import PROVIDERS, of_args, of_spec
 from formats.megatron.classic import topology_of
 from formats.model.accepted import EPSILON
 from formats.model.spec import ModelSpec
@@ -84,6 +84,13 @@ def write_bridge(spec: ModelSpec) -> Spoken:
     return provider.fields_of(spec, (EPSILON,))
 
 
+def read_bridge(said: Spoken, base: ModelSpec | None) -> ModelSpec:
+    """The model of such fields."""
+    provider = of_args(said)
+    assert provider
+    return provider.spec_of(said, {}, base, "its fields", (EPSILON,))
+
+
 def read_mds(stored: Spoken, base: ModelSpec | None) -> ModelSpec:
     """The model of Megatron-DeepSpeed's arguments, in either tree."""
     args, vocab = stored["args"], stored["vocab"]
@@ -119,7 +126,7 @@ FORMATS = {
     ),
     "megatron_bridge": Format(
         write_bridge,
-        lambda said, base: PROVIDERS["gemma3_text"].spec_of(said, {}, base, "its fields", (EPSILON,)),
+        read_bridge,
         lambda family: family.name in PROVIDERS,
         examples=100,
     ),

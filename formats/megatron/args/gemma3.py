@@ -28,6 +28,7 @@ from formats.megatron.args.layers import FULL, SLIDING
 from formats.megatron.args.mlp import GELU
 from formats.megatron.args.provider import Provider, refusal, unsupported_field
 from formats.megatron.args.rope import plain, write_base
+from formats.megatron.args.vision import FIRST_RELEASE
 from formats.model.accepted import EPSILON as DEVIATION
 from formats.model.codec import Codec, Context, rows, same
 from formats.model.values import LARGEST, positive_float, positive_int, some_layers
@@ -256,6 +257,7 @@ PROVIDER = Provider(
         },
     ),
     defaults=DEFAULTS,
+    releases=f"{FIRST_RELEASE}: {LATER}",
     sizes={f"Gemma3ModelProvider{size}": fields for size, fields in SIZES.items()},
     epsilon=EPSILON,
     accept=DEVIATION,

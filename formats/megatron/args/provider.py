@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from formats.errors import RefusedError, SourceError, UnsupportedError
@@ -33,8 +33,11 @@ class Provider:
         target: the name of the class, with its module.
         table: the fields of the class and the settings that they spell.
         defaults: the values of fields that a file does not have.
+        releases: the releases of Megatron-Bridge that compute the model as it is written, and why not others.
         sizes: classes derived from this one, by name without module: their defaults, in which alone they differ.
-        epsilon: the epsilon of the norms that do not get `layernorm_epsilon`.
+        tower: the `model_type` of the whole models whose language model the class builds, never without a tower; empty
+            if it builds the model alone.
+        epsilon: the epsilon of the norms that do not get `layernorm_epsilon`; None if all norms get it.
         accept: the name with which `--accept` accepts that epsilon.
         patch: the line that gives `layernorm_epsilon` to those norms.
         later: what later releases than the one known here compute otherwise.
@@ -45,12 +48,14 @@ class Provider:
     target: str
     table: tuple[Row, ...]
     defaults: Fields
-    sizes: Mapping[str, Fields]
-    epsilon: float
-    accept: str
-    patch: str
-    later: str
-    marks: Collection[str]
+    releases: str
+    sizes: Mapping[str, Fields] = field(default_factory=dict)
+    tower: str = ""
+    epsilon: float | None = None
+    accept: str = ""
+    patch: str = ""
+    later: str = ""
+    marks: Collection[str] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -121,7 +126,7 @@ class Provider:
         Raises:
             RefusedError: the norms have different epsilons, and the user has not accepted it.
         """
-        if epsilon == self.epsilon:
+        if self.epsilon in (None, epsilon):
             return []
         what = f"the norms after attention and MLP have an epsilon of {self.epsilon:g} and the others of {epsilon:g}"
         if self.accept in accept:

@@ -13,12 +13,12 @@ from typing import Any
 
 from formats.errors import UnsupportedError
 from formats.families import family_named
-from formats.megatron.args import gemma3
+from formats.megatron.args import gemma3, ministral3
 from formats.megatron.args.provider import TARGET, Provider
 from formats.model.spec import ModelSpec
 
 RELEASE = "0.3.1"
-PROVIDERS: Mapping[str, Provider] = {provider.family: provider for provider in (gemma3.PROVIDER,)}
+PROVIDERS: Mapping[str, Provider] = {provider.family: provider for provider in (gemma3.PROVIDER, ministral3.PROVIDER)}
 """The class that computes the models of a family, by family."""
 OPPOSITE = (
     "Megatron-Bridge's Gemma2ModelProvider has its windows in the second layer and every other one after it, and "
@@ -70,7 +70,21 @@ def of_spec(spec: ModelSpec, trainer: str | None) -> Provider | None:
     if trainer:
         none = f"no release of Megatron-Bridge known here (up to {RELEASE}) computes it"
         raise UnsupportedError(f"{why}; {LACKING.get(spec.family, none)}", "see `convert formats`")
-    raise UnsupportedError(why, WAY.format(_name(provider)) if provider else "see `convert formats`")
+    alone = provider is not None and not provider.tower
+    raise UnsupportedError(why, WAY.format(_name(provider)) if provider and alone else "see `convert formats`")
+
+
+def require_tower(provider: Provider | None, model: ModelSpec) -> None:
+    """Refuse a language model alone whose class builds it with a tower.
+
+    Raises:
+        UnsupportedError: it is such a class.
+    """
+    if provider and provider.tower:
+        raise UnsupportedError(
+            f"Megatron-Bridge's {_name(provider)} builds a {model.family} with a tower alone",
+            f"write the whole model, a {provider.tower}",
+        )
 
 
 def require_no_adapter(provider: Provider | None, where: str) -> None:
@@ -99,7 +113,7 @@ def remarks(spec: ModelSpec) -> tuple[str, ...]:
 def of_release(spec: ModelSpec) -> tuple[str, ...]:
     """For which release files for such a class are, and why not for others."""
     provider = PROVIDERS.get(spec.family)
-    return (f"they are for its release {RELEASE}: {provider.later}",) if provider else ()
+    return (f"they are for its {provider.releases}",) if provider else ()
 
 
 def _name(provider: Provider) -> str:

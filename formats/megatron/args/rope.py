@@ -100,7 +100,7 @@ def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | 
     return {key: params[name] for name, key in names.items()} if known and written else None
 
 
-def _read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) -> Mapping[str, Any]:
+def read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) -> Mapping[str, Any]:
     """The parameters of YaRN in args; Megatron's defaults for None are in `_apply_yarn_config_from_args`.
 
     Raises:
@@ -134,7 +134,7 @@ def direct(*_: str) -> Codec:
         if kind == "yarn" and fraction not in (None, 1.0):  # YaRN's class ignores it
             raise UnsupportedError(f"{where}: YaRN with rotary_percent = {short(fraction)} is not supported")
         if kind == "yarn":
-            return _read_yarn(args, YARN, where)
+            return read_yarn(args, YARN, where)
         if llama3 and linear is not None:  # since 0.19 both scale
             raise UnsupportedError(
                 f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported"
@@ -187,7 +187,7 @@ def latent(*_: str) -> Codec:
         args, where = context.file, context.where
         kind, scale = args.get("rope_type") or "yarn", args.get("mscale_all_dim")
         if kind == "yarn":
-            return None if args.get("rotary_scaling_factor") == 1 else _read_yarn(args, LATENT, where)
+            return None if args.get("rotary_scaling_factor") == 1 else read_yarn(args, LATENT, where)
         if kind != "rope" or scale:  # scores are scaled by it even then
             raise UnsupportedError(
                 f"{where}: rope_type = {short(kind)} with mscale_all_dim = {short(scale)} is not supported"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,10 +186,15 @@ def args_of(config: RunConfig, *, adapter: bool = False) -> Namespace:
     return Namespace(_with_own(fields, *own) if own else _as_args(fields, path))
 
 
-def vision_of(config: RunConfig) -> tuple[Vision, Mapping[str, Any]] | None:
-    """The multimodal class that a file names, and its fields; None if the class has no vision tower."""
+def vision_of(config: RunConfig, names: Iterable[str]) -> tuple[Vision, Mapping[str, Any]] | None:
+    """The multimodal class that a file names, and its fields; None if the class has no vision tower.
+
+    Args:
+        config: the parsed file.
+        names: the names of the tensors.
+    """
     whole = visions.of_fields(config.fields)
-    return None if whole is None else (whole, config.fields)
+    return None if whole is None else (visions.of_names(whole, names), config.fields)
 
 
 def require_rows(config: RunConfig, rows: int, settings: Mapping[str, Any]) -> None:
@@ -239,8 +244,9 @@ def _settled(name: str, value: Any) -> bool:
 def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     kind = str(fields.get(TARGET))
     if not PLAIN.fullmatch(kind):
+        why = visions.lacking(kind)
         raise UnsupportedError(
-            f"{path}: the class {short(kind)} is not known to compute what its fields say",
+            f"{path}: the class {short(kind)} is not known to compute what its fields say{why and f': {why}'}",
             "export it with the program that wrote it: AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
         )
     return _provider_args(fields, path)

@@ -2,10 +2,12 @@
 
     model.visual.blocks.{layer}.attn.qkv.weight    (query key value) (head dim) hidden, in Hugging Face files
     vision_model.decoder.layers.self_attention.linear_qkv.weight    layer, (head (query key value) dim), hidden
+    vision_model.decoder.deepstack_merger_list.linear_fc1.weight    merger, rows, columns
 
 Facts: Megatron-Bridge 0.4.2, 0.5.1 and 0.6.2, models/qwen_vl/modelling_qwen3_vl/ (vision_model.py; transformer_block.py
 `Qwen3VLVisionTransformerBlock.sharded_state_dict`; transformer_config.py `get_vision_model_config`) and the names that
-qwen35_vl_bridge.py maps. A checkpoint that 0.6.2 saved is in tests/golden/bridge/qwen3_5.
+qwen3_vl_bridge.py and qwen35_vl_bridge.py map. Checkpoints that 0.6.2 saved are in tests/golden/bridge/qwen3_5 and
+qwen3_vl_0.6.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from formats.errors import RefusedError, SourceError, short
 from formats.layout.pattern import Axis, Pattern, Product, Term
@@ -26,39 +28,65 @@ PARTS = 3
 """Query, key and value."""
 
 
+Tower = Mapping[str, Any]
+"""The config of a tower, completed with the defaults of its class."""
+
+
+class Stack(NamedTuple):
+    """Modules of a tower of one kind, whose tensors are stacked.
+
+    Attributes:
+        prefix: prefix of their names in Megatron-Bridge.
+        count: the number of modules.
+        parts: parts of each module whose `_extra_state` a load requires.
+    """
+
+    prefix: str
+    count: Callable[[Tower], int]
+    parts: tuple[str, ...]
+
+    def of(self, name: str) -> tuple[str, int] | None:
+        """The name of the stack with a tensor, and the number of the tensor's module; None of any other tensor."""
+        number, dot, rest = name.removeprefix(self.prefix).partition(".")
+        return (
+            (self.prefix + rest, int(number)) if name.startswith(self.prefix) and dot and number.isdecimal() else None
+        )
+
+    def states(self, tower: Tower) -> Iterator[str]:
+        """The `_extra_state` entries that a load requires."""
+        count = self.count(tower)
+        for part in self.parts:
+            yield from (f"{self.prefix}{part}._extra_state/shard_{number}_{count}" for number in range(count))
+
+
 @dataclass(frozen=True)
 class Layers:
     """The layers of a tower that are megatron-core's.
 
     Attributes:
-        stack: prefix of the names of the layers in Megatron-Bridge, whose tensors are stacked.
-        count: the key of the tower's config that is the number of layers.
-        heads: the key that is the number of heads.
+        stacks: the layers, and what else is stacked.
+        heads: the key of the tower's config that is the number of heads.
         by_head: prefix, in Hugging Face files, of the tensors whose rows are query, key and value.
         divided: by what it is called, a function from the tower's config to a size that tensor ranks divide.
         fixed: key of the tower's config: the only value that the class computes.
-        modules: modules of each layer whose `_extra_state` a load requires.
         once: modules behind the layers whose `_extra_state` a load requires.
     """
 
-    stack: str
-    count: str
+    stacks: tuple[Stack, ...]
     heads: str
     by_head: str
-    divided: Mapping[str, Callable[[Mapping[str, Any]], int]]
+    divided: Mapping[str, Callable[[Tower], int]]
     fixed: Mapping[str, Any]
-    modules: tuple[str, ...]
     once: tuple[str, ...]
 
-    def states(self, tower: Mapping[str, Any]) -> Iterator[str]:
-        """The `_extra_state` entries that a load requires; `tower` is the tower's config, with its defaults."""
-        layers = tower[self.count]
-        for module in self.modules:
-            yield from (f"{self.stack}{module}._extra_state/shard_{layer}_{layers}" for layer in range(layers))
+    def states(self, tower: Tower) -> Iterator[str]:
+        """The `_extra_state` entries that a load requires."""
+        for stack in self.stacks:
+            yield from stack.states(tower)
         yield from (f"{module}._extra_state/shard_0_1" for module in self.once)
 
-    def require(self, tower: Mapping[str, Any], tp: int, name: str) -> None:
-        """Refuse a tower that the class does not compute, or does not divide; `tower` is its config, with its defaults.
+    def require(self, tower: Tower, tp: int, name: str) -> None:
+        """Refuse a tower that the class does not compute, or does not divide.
 
         Raises:
             RefusedError: the class computes it with another value, or a size does not divide over `tp`.
@@ -73,14 +101,14 @@ class Layers:
             if size(tower) % tp:
                 raise RefusedError(f"{size(tower)} {what} of the tower do not divide over tp = {tp}")
 
-    def slots(self, name: str, key: str, shape: tuple[int, ...], tower: Mapping[str, Any]) -> tuple[Slot, Slot] | None:
+    def slots(self, name: str, key: str, shape: tuple[int, ...], tower: Tower) -> tuple[Slot, Slot] | None:
         """The tensor in Megatron-Bridge and in Hugging Face files; None if both have its rows in the same order.
 
         Args:
             name: the name in Megatron-Bridge, with the number of the layer.
             key: the name in Hugging Face files.
             shape: its shape, the same in both.
-            tower: the tower's config, with its defaults.
+            tower: the tower's config.
 
         Raises:
             SourceError: the rows are not those of the heads.
@@ -100,20 +128,24 @@ class Layers:
         )
         return here, there
 
-    def stacked(self, name: str) -> tuple[str, int] | None:
-        """The name of the stack with a layer's tensor, and the number of the layer; None of a tensor of no layer."""
-        layer, dot, rest = name.removeprefix(self.stack).partition(".")
-        return (self.stack + rest, int(layer)) if name.startswith(self.stack) and dot and layer.isdecimal() else None
+    def stacked(self, name: str, tower: Tower) -> tuple[str, int, int] | None:
+        """The name of the stack with a tensor, the number of the tensor's module, and the number of modules.
+
+        None of a tensor that is in no stack.
+        """
+        found = ((stack, stack.of(name)) for stack in self.stacks)
+        return next(((*of, stack.count(tower)) for stack, of in found if of), None)
 
     def apart(self, tensors: Mapping[str, Scattered]) -> dict[str, Scattered]:
-        """The tensors of a tower by their names, with the stacks apart, each under the number of its layer."""
+        """The tensors of a tower by their names, with the stacks apart, each under the number of its module."""
         single = dict[str, Scattered]()
         for name, tensor in tensors.items():
-            if not name.startswith(self.stack) or self.stacked(name):
+            stack = next((stack for stack in self.stacks if name.startswith(stack.prefix)), None)
+            if stack is None or stack.of(name):
                 single[name] = tensor
                 continue
-            rest = name.removeprefix(self.stack)
-            single |= {f"{self.stack}{layer}.{rest}": part for layer, part in enumerate(unstack(tensor))}
+            rest = name.removeprefix(stack.prefix)
+            single |= {f"{stack.prefix}{number}.{rest}": part for number, part in enumerate(unstack(tensor))}
         return single
 
 

@@ -20,20 +20,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from formats.errors import RefusedError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.megatron.args.provider import TARGET
 from formats.megatron.args.tower import Layers, renamed
 from formats.model.spec import ModelSpec
+from formats.model.values import positive_int
 
 Config = Mapping[str, Any]
+Compared = list[tuple[str, Any, Any]]
+"""Of fields: (name, file value, config value)."""
 GPT = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 PREFIX = "language_model."
 """The prefix of the names of the language model."""
 HEAD = "lm_head."
+FIRST_RELEASE, LATER = "release 0.3.1", "releases from 0.4.0 on"
+"""Releases of Megatron-Bridge."""
 INSIDE, FROM = "config_dict", ".from_dict"
 """The key under which a field that is a Hugging Face config holds the config's keys."""
 TOWER, TEXT = "vision_config", "hf_text_config"
-"""Fields that are Hugging Face configs. The second is used for the rotary embedding only."""
+"""Fields that are Hugging Face configs. The second is used for the rotary embedding only, in 0.3.1."""
 BASE = 1e4
 """The base of the rotary embedding of a tower: transformers 4.57.3, and Megatron-Bridge in code."""
 ROTARY = ("rope_theta", "head_dim", "hidden_size", "num_attention_heads")
@@ -63,19 +68,34 @@ ASSUMED: Mapping[str, Mapping[str, Any]] = {
         "num_channels": 3, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh",
         "layer_norm_eps": 1e-6, "attention_dropout": 0.0, "vision_use_head": True,
     },
+    "Mistral3Config": {
+        "image_token_index": 10, "projector_hidden_act": "gelu", "vision_feature_layer": -1,
+        "multimodal_projector_bias": False, "spatial_merge_size": 2,
+        TOWER: {
+            "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+            "num_channels": 3, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu", "attention_dropout": 0.0,
+            "rope_parameters": {"rope_theta": 1e4},
+        },
+        "text_config": {"rms_norm_eps": 1e-5},
+    },
 }  # fmt: skip
-"""Config class of a tower: what transformers assumes of a key that a config.json leaves out (4.57.3 and 5.23.0)."""
+"""Config class of a tower, or of a whole: what transformers assumes of a key that a config.json leaves out.
+
+4.57.3 and 5.23.0. Of a config in a config the keys here alone are compared: a text is compared by its
+settings, but for what the projector behind the tower takes from it.
+"""
 OF_A_FILE = {
     "_name_or_path", "architectures", "attn_implementation", "_attn_implementation_autoset", "dtype", "id2label",
     "initializer_range", "label2id", "model_type", "torch_dtype", "transformers_version", "tie_word_embeddings",
 }  # fmt: skip
 """Keys of a config that do not affect the computation of the tower."""
 RUNNING = {
-    "bos_token_id", "eos_token_id", "freeze_language_model", "freeze_vision_model", "freeze_vision_projection",
-    "cp_comm_type", "decoder_sparse_step", "deepstack_visual_indexes", "head_dim", "in_channels",
-    "language_max_sequence_length", "mlp_only_layers", "num_position_embeddings", "out_hidden_size", "patch_size",
-    "pretrained_model_name", "temporal_patch_size", "use_hf_vision_model", "vision_dp_when_cp", "vision_end_token_id",
-    "vision_start_token_id", "vision_token_id",
+    "add_decoder", "add_encoder", "bos_token_id", "eos_token_id", "freeze_language_model", "freeze_vision_model",
+    "freeze_vision_projection", "cp_comm_type", "decoder_sparse_step", "deepstack_visual_indexes", "dist_train",
+    "head_dim", TEXT, "in_channels", "language_max_sequence_length", "max_vision_cuda_graph_seq_length",
+    "mlp_only_layers", "num_position_embeddings", "out_hidden_size", "patch_size", "pretrained_model_name",
+    "temporal_patch_size", "use_hf_vision_model", "vision_cuda_graph_impl", "vision_cuda_graph_scope",
+    "vision_dp_when_cp", "vision_end_token_id", "vision_start_token_id", "vision_token_id",
 }  # fmt: skip
 """Further fields that do not affect a model, as its tower is built from `vision_config`. Those in `fields` of a class
 are compared nevertheless."""
@@ -106,7 +126,7 @@ class Vision:
         towers: prefix of all other names in Hugging Face files: prefix in Megatron-Bridge, with `{layer}` for the
             number of a layer; the first match counts.
         fields: field of the class: the function that computes its value from a config.json.
-        depth: how many of the first layers get features of an image, computed from a config.json.
+        depth: how many of the first layers get features of an image, computed from the config of the tower.
         language: the class of the language model alone.
         positions: the `position_embedding_type`, where that of the language model alone is `rope`; None if the same.
         lacks: settings of a language model that the class does not support and `language` does not refuse itself.
@@ -114,10 +134,15 @@ class Vision:
         states: the `_extra_state` entries that a load requires besides those of the language model.
         deviation: the difference from the computation of transformers; None if there is none.
         fixed: further fields with one value for all models, which is not the field's default.
-        later: prefixes of names in releases from 0.4.0 on, whose tower has megatron-core's layers.
+        releases: the releases of Megatron-Bridge that compute the model as it is written; empty for 0.3.1 and whatever
+            later ones.
         layers: the layers of the tower, where the release that is written has megatron-core's; None if it is a module
             of Hugging Face.
         arguments: fields of the language model that a GPTModelProvider of other models has at one value.
+        family: the only family of language models that the class computes, where another passes as one; None otherwise.
+        whole: the field that is the config of the whole, of which the language model is read too; empty if there is
+            none.
+        architecture: the class in transformers, where the fields hold all of the config (`whole_config.py`).
     """
 
     kind: str
@@ -133,9 +158,12 @@ class Vision:
     states: tuple[str, ...] = ()
     deviation: Deviation | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    later: tuple[str, ...] = ()
+    releases: str = ""
     layers: Layers | None = None
     arguments: tuple[str, ...] = ()
+    family: str | None = None
+    whole: str = ""
+    architecture: str = ""
 
     @property
     def name(self) -> str:
@@ -156,9 +184,20 @@ class Vision:
         return renamed(name, ((own, prefix) for prefix, own in self.towers.items()))
 
     def tower(self, config: Config) -> dict[str, Any]:
-        """The config of the tower, completed with the defaults of its class."""
+        """The config of the tower, completed with the defaults of its class.
+
+        Raises:
+            SourceError: a size is no number, or a list of layers no list.
+        """
         said = self.fields[TOWER](config)
-        return {**ASSUMED[said[TARGET].split(".")[-2]], **said[INSIDE]}
+        assumed = ASSUMED[said[TARGET].split(".")[-2]]
+        tower = {**assumed, **said[INSIDE]}
+        for key, default in assumed.items():
+            if type(default) is int:
+                positive_int(tower[key], f"{TOWER}.{key}", "config.json")
+            elif isinstance(default, list) and not isinstance(tower[key], list):
+                raise SourceError(f"config.json: {TOWER}.{key} = {short(tower[key])} is no list of layers")
+        return tower
 
     def on_hub(self, key: str) -> str:
         """The name of a tensor in files of the Hub, from its name in files of any version of transformers."""
@@ -189,6 +228,10 @@ class Vision:
             RefusedError: the class lacks a setting of the language model, the vocabulary does not divide over `tp`, or
                 layers with features of an image are not in the first stage.
         """
+        if self.family not in (None, spec.family):
+            raise RefusedError(
+                f"Megatron-Bridge's {self.name} computes a {self.family}, and this text is a {spec.family}"
+            )
         odd = next((setting for setting in self.lacks if getattr(spec, setting)), None)
         if odd:
             raise RefusedError(f"Megatron-Bridge's {self.name} has no {odd} = {short(getattr(spec, odd))}")
@@ -196,7 +239,11 @@ class Vision:
             raise RefusedError(
                 f"{spec.vocab} tokens do not divide over tp = {tp}, and {self.name} pads none", "take another --tp"
             )
-        tower = self.tower(config)
+        if TOWER in self.fields:
+            self._require_tower(self.tower(config), tp, first)
+
+    def _require_tower(self, tower: Mapping[str, Any], tp: int, first: int) -> None:
+        """Refuse a tower, by its config with its defaults, that the class cannot compute in a topology."""
         rotary = {"rope_theta": tower.get("rope_theta", BASE), **(tower.get("rope_parameters") or {})}
         base = rotary["rope_theta"]
         if base != BASE:
@@ -207,9 +254,9 @@ class Vision:
             raise RefusedError(f"Megatron-Bridge's {self.name} knows no {other[0]} of the tower's rotary embedding")
         if self.layers:
             self.layers.require(tower, tp, self.name)
-        if self.depth(config) > first:
+        if self.depth(tower) > first:
             raise RefusedError(
-                f"Megatron-Bridge's {self.name} adds features of images after the first {self.depth(config)} layers, "
+                f"Megatron-Bridge's {self.name} adds features of images after the first {self.depth(tower)} layers, "
                 f"which have to be of the first stage, and that has {first}",
                 "take a smaller --pp, or --first-stage-layers",
             )
@@ -252,7 +299,8 @@ def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, 
     Raises:
         UnsupportedError: the positions are not of the class's kind, or rotary_base differs from hf_text_config.
     """
-    others = {name: value for name, value in fields.items() if name not in {*vision.fields, *RUNNING}}
+    own = {*vision.fields, *RUNNING} - {vision.whole}
+    others = {name: value for name, value in fields.items() if name not in own}
     others |= {TARGET: vision.language}
     if vision.positions is None:
         return others
@@ -260,15 +308,15 @@ def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, 
         odd = short(fields.get("position_embedding_type"))
         raise UnsupportedError(f"{where}: position_embedding_type = {odd} in a {vision.name}")
     inner = config_in(fields.get(TEXT) or {})
-    if inner and inner.get("rope_theta") != fields.get("rotary_base"):
+    if inner and "rope_parameters" not in inner and inner.get("rope_theta") != fields.get("rotary_base"):
         raise UnsupportedError(
-            f"{where}: rotary_base = {short(fields.get('rotary_base'))}, and the class goes by hf_text_config, whose "
+            f"{where}: rotary_base = {short(fields.get('rotary_base'))}, and the class goes by {TEXT}, whose "
             f"rope_theta is {short(inner.get('rope_theta'))}"
         )
     return {**others, "position_embedding_type": "rope"}
 
 
-def _compared(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
+def _compared(name: str, ours: Any, theirs: Any) -> Compared:
     """Return (name, file value, config value) of a field; of a nested config, of each key with its class default."""
     if not isinstance(theirs, Mapping) or not isinstance(ours, Mapping):
         return [(name, ours, theirs)]
@@ -279,9 +327,23 @@ def _compared(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
         return [(f"{name}.{key}", own[key], other[key]) for key in ROTARY if key in own and key in other]
     assumed = ASSUMED[theirs[TARGET].split(".")[-2]]
     keys = [*assumed, *(key for key in own if key in other and key not in assumed and key not in OF_A_FILE)]
-    values = [(f"{name}.{key}", own.get(key, assumed.get(key)), other.get(key, assumed.get(key))) for key in keys]
     classes = [str(of.get(TARGET)).removesuffix(FROM) for of in (ours, theirs)]
-    return [(f"{name}.{TARGET}", classes[0], classes[1]), *values]
+    return [(f"{name}.{TARGET}", classes[0], classes[1]), *_by_key(name, own, other, keys, assumed)]
+
+
+def _by_key(
+    name: str, own: Config, other: Config, keys: Collection[str], assumed: Config
+) -> list[tuple[str, Any, Any]]:
+    """Return (name, file value, config value) of keys of a config; of a config inside, of each key that is assumed."""
+    found = Compared()
+    for key in keys:
+        place, default = f"{name}.{key}", assumed.get(key)
+        ours, theirs = own.get(key, default), other.get(key, default)
+        if isinstance(default, Mapping) and isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            found += _by_key(place, ours, theirs, [*default], default)
+        else:
+            found.append((place, ours, theirs))
+    return found
 
 
 def config_in(field: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,20 +5,27 @@ Facts: as in `vision.py`, and of each class in the file that it names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from formats.megatron.args import gemma3
+from formats.errors import RefusedError
+from formats.megatron.args import gemma3, ministral3
 from formats.megatron.args.provider import TARGET
-from formats.megatron.args.tower import Layers
+from formats.megatron.args.tower import Layers, Stack
+from formats.megatron.args.versions import FIRST, is_between
 from formats.megatron.args.vision import (
+    FIRST_RELEASE,
     HEAD,
+    LATER,
     TEXT,
     TOWER,
     Config,
     Deviation,
     Vision,
+    inside,
     key_of,
+    ropes_of,
     sections,
     text_of,
     tower_of,
@@ -36,58 +43,91 @@ QWEN = "megatron.bridge.models.qwen_vl."
 DEEP = {"model.": "model.language_model.", HEAD: HEAD}
 
 
+CORE = "vision_model.decoder."
+MERGERS = f"{CORE}deepstack_merger_list."
+BLOCKS = {
+    "model.visual.blocks.{layer}.norm1.": f"{CORE}layers.{{layer}}.self_attention.linear_qkv.layer_norm_",
+    "model.visual.blocks.{layer}.attn.qkv.": f"{CORE}layers.{{layer}}.self_attention.linear_qkv.",
+    "model.visual.blocks.{layer}.attn.proj.": f"{CORE}layers.{{layer}}.self_attention.linear_proj.",
+    "model.visual.blocks.{layer}.norm2.": f"{CORE}layers.{{layer}}.mlp.linear_fc1.layer_norm_",
+    "model.visual.blocks.{layer}.mlp.": f"{CORE}layers.{{layer}}.mlp.",
+    "model.visual.merger.norm.": "vision_model.merger.patch_norm.",
+    **{f"model.visual.{name}.": f"vision_model.{name}." for name in ("merger", "patch_embed", "pos_embed")},
+}
+
+
+def _deepstack(tower: Config) -> int:
+    """Return how many layers of a tower have features for the language model, each for one of its first layers."""
+    return len(tower["deepstack_visual_indexes"])
+
+
+PARTS = (
+    "self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj", "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)  # fmt: skip
+"""The parts of a layer of a tower with an `_extra_state`."""
+MERGER_PARTS = ("patch_norm", "linear_fc1", "linear_fc2")
+"""The parts of a merger with one."""
+GELU = Deviation(
+    MERGER,
+    "in stock Megatron-Bridge the mergers behind the tower have the gelu that tanh approximates, in transformers "
+    "the exact one",
+    "which changes little, or for a training of text",
+)
+
+
+def _layers(*further: Stack, **fixed: Any) -> Layers:
+    """Return the layers of a tower of Qwen3-VL's kind, with further stacks, and keys that have one value."""
+    return Layers(
+        stacks=(Stack(f"{CORE}layers.", lambda tower: int(tower["depth"]), PARTS), *further),
+        heads="num_heads",
+        by_head="model.visual.blocks.{layer}.attn.qkv.",
+        divided={
+            "heads": lambda tower: tower["num_heads"],
+            "rows of the MLP": lambda tower: tower["intermediate_size"],
+            "rows of the merger": lambda tower: tower["hidden_size"] * tower["spatial_merge_size"] ** 2,
+        },
+        fixed={"hidden_act": "gelu_pytorch_tanh", **fixed},
+        once=tuple(f"vision_model.merger.{name}" for name in MERGER_PARTS),
+    )
+
+
 def _qwen3(kind: str, name: str, target: str) -> Vision:
     """Return the class of a kind of Qwen3-VL, dense or with experts."""
-    module = f"{kind}.configuration_{kind}.{name}"
-    fields = {
-        TOWER: tower_of(f"{module}VisionConfig"),
-        TEXT: text_of(f"{module}TextConfig"),
-        "mrope_section": sections((24, 20, 20)),
-        "spatial_merge_size": lambda config: (config.get(TOWER) or {}).get("spatial_merge_size", 2),
-        **TOKENS,
-    }
-
-    def depth(config: Config) -> int:
-        return len((config.get(TOWER) or {}).get("deepstack_visual_indexes", (8, 16, 24)))
-
     return Vision(
         kind,
         f"{QWEN}qwen3_vl_provider.{target}",
         DEEP,
-        {"model.visual.": "vision_model."},
-        fields,
-        depth,
-        later=("vision_model.decoder.",),
+        {
+            "model.visual.deepstack_merger_list.{layer}.norm.": f"{MERGERS}{{layer}}.patch_norm.",
+            "model.visual.deepstack_merger_list.": MERGERS,
+            **BLOCKS,
+        },
+        {
+            TOWER: tower_of(f"{kind}.configuration_{kind}.{name}VisionConfig"),
+            "mrope_section": sections((24, 20, 20)),
+            "spatial_merge_size": lambda config: (config.get(TOWER) or {}).get("spatial_merge_size", 2),
+            **TOKENS,
+        },
+        _deepstack,
+        architecture=f"{name}ForConditionalGeneration",
+        releases=LATER,
+        layers=_layers(Stack(MERGERS, _deepstack, MERGER_PARTS)),
+        deviation=GELU,
     )
 
 
-CORE = "vision_model.decoder.layers."
-QWEN3_5_TOWER = {
-    "model.visual.blocks.{layer}.norm1.": f"{CORE}{{layer}}.self_attention.linear_qkv.layer_norm_",
-    "model.visual.blocks.{layer}.attn.qkv.": f"{CORE}{{layer}}.self_attention.linear_qkv.",
-    "model.visual.blocks.{layer}.attn.proj.": f"{CORE}{{layer}}.self_attention.linear_proj.",
-    "model.visual.blocks.{layer}.norm2.": f"{CORE}{{layer}}.mlp.linear_fc1.layer_norm_",
-    "model.visual.blocks.{layer}.mlp.": f"{CORE}{{layer}}.mlp.",
-    "model.visual.merger.norm.": "vision_model.merger.patch_norm.",
-    **{f"model.visual.{name}.": f"vision_model.{name}." for name in ("merger", "patch_embed", "pos_embed")},
-}
-QWEN3_5_LAYERS = Layers(
-    stack=CORE,
-    count="depth",
-    heads="num_heads",
-    by_head="model.visual.blocks.{layer}.attn.qkv.",
-    divided={
-        "heads": lambda tower: tower["num_heads"],
-        "rows of the MLP": lambda tower: tower["intermediate_size"],
-        "rows of the merger": lambda tower: tower["hidden_size"] * tower["spatial_merge_size"] ** 2,
-    },
-    fixed={"hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": []},
-    modules=(
-        "self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj", "mlp.linear_fc1",
-        "mlp.linear_fc2",
-    ),
-    once=tuple(f"vision_model.merger.{name}" for name in ("patch_norm", "linear_fc1", "linear_fc2")),
-)  # fmt: skip
+def _earlier(vision: Vision, name: str) -> Vision:
+    """Return a class of Qwen3-VL as it was in Megatron-Bridge 0.3.1, whose tower is the module of Hugging Face."""
+    text = text_of(f"{vision.kind}.configuration_{vision.kind}.{name}TextConfig")
+    return replace(
+        vision,
+        towers={"model.visual.": "vision_model."},
+        fields={**vision.fields, TEXT: text},
+        releases=FIRST_RELEASE,
+        layers=None,
+        deviation=None,
+    )
 
 
 def _qwen3_5(kind: str, name: str, target: str) -> Vision:
@@ -96,7 +136,7 @@ def _qwen3_5(kind: str, name: str, target: str) -> Vision:
         kind,
         f"{QWEN}qwen35_vl_provider.{target}",
         {**DEEP, "mtp.": "mtp."},
-        QWEN3_5_TOWER,
+        BLOCKS,
         {
             TOWER: tower_of(f"{kind}.configuration_{kind}.{name}VisionConfig"),
             "mrope_section": sections((11, 11, 10)),
@@ -107,13 +147,9 @@ def _qwen3_5(kind: str, name: str, target: str) -> Vision:
             "vision_end_token_id": key_of("vision_end_token_id", 248054),
         },
         fixed={"hetereogenous_dist_checkpoint": True, "qk_layernorm": True},
-        layers=QWEN3_5_LAYERS,
-        deviation=Deviation(
-            MERGER,
-            "in stock Megatron-Bridge the merger behind the tower has the gelu that tanh approximates, in transformers "
-            "the exact one",
-            "which changes little, or for a training of text",
-        ),
+        releases=LATER,
+        layers=_layers(deepstack_visual_indexes=[]),
+        deviation=GELU,
         arguments=LINEAR,
     )
 
@@ -139,6 +175,18 @@ def _projector(config: Config) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": True,
         "layernorm_epsilon": tower.get("layer_norm_eps", 1e-6),
     }
+
+
+def _mistral3(config: Config) -> dict[str, Any]:
+    """Return the config of a whole Mistral 3, in the form of transformers 5.3 to 5.12, with which Bridge runs."""
+    text, ropes, tower = dict(config["text_config"]), ropes_of(config), dict(config.get(TOWER) or {})
+    if ropes:
+        base = {"rope_theta": text["rope_theta"]} if "rope_theta" in text else {}
+        others = {key: value for key, value in text.items() if key not in ("rope_scaling", "rope_theta")}
+        text = {**others, "rope_parameters": {**base, **ropes}}
+    if rotary := tower.get("rope_parameters"):
+        tower["rope_parameters"] = {**rotary, "rope_type": "default"}  # `axial` in transformers 5.23
+    return inside("mistral3.configuration_mistral3.Mistral3Config", {**config, "text_config": text, TOWER: tower})
 
 
 GEMMA = "megatron.bridge.models.gemma_vl."
@@ -207,23 +255,93 @@ VISIONS: Mapping[str, Vision] = {
                 "for a training of text, or to go on as the run does",
             ),
         ),
+        Vision(
+            "mistral3",
+            ministral3.PROVIDER.target,
+            {"model.": "language_model.model.", HEAD: f"language_model.{HEAD}"},
+            {"vision_tower.": "vision_tower.", PROJECTOR: PROJECTOR},
+            {ministral3.WHOLE: _mistral3, "image_token_id": key_of("image_token_index", 10)},
+            language=ministral3.PROVIDER.target,
+            positions=None,
+            lacks=(),
+            releases=LATER,
+            family=ministral3.PROVIDER.family,
+            whole=ministral3.WHOLE,
+            architecture="Mistral3ForConditionalGeneration",
+        ),
     )
 }
-"""`model_type`: the class of Megatron-Bridge."""
-LACKING: Mapping[str, str] = {
-    "kimi_k25": "Megatron-Bridge 0.4.0 and later load the code of its tower from its repository",
-    "mistral3": "Megatron-Bridge 0.3.1 runs with transformers 4, and its Ministral3Model calls what 5 alone has; what "
-    "that of 0.4.0 and later computes is not known here",
-    "NemotronH_Nano_VL_V2": "Megatron-Bridge's NemotronNano12Bv2VLModelProvider has the sizes of its tower in code, "
-    "and transformers has no class of it",
+"""`model_type`: the class of Megatron-Bridge, in the newest release that is known here."""
+EARLIER: Mapping[str, Vision] = {
+    kind: _earlier(VISIONS[kind], name) for kind, name in (("qwen3_vl", "Qwen3VL"), ("qwen3_vl_moe", "Qwen3VLMoe"))
 }
-"""`model_type`: why such models are not written for Megatron-Bridge.
+"""`model_type`: the class in Megatron-Bridge 0.3.1, where it is another one."""
+CORE_OF_EARLIER = "0.16"
+"""The newest megatron-core with which Megatron-Bridge 0.3.1 runs (its METADATA: `megatron-core<0.17.0`)."""
 
-Facts: 0.3.1 models/ministral3/modeling_ministral3.py (`pooler_output`), nemotron_vl/nemotron_vl_provider.py; 0.4.2
-models/qwen_vl/qwen35_vl_bridge.py, kimi_vl/modeling_kimi_k25_vl.py.
+
+class Lacking(NamedTuple):
+    """Models of images that Megatron-Bridge has, and that are neither written for it nor read.
+
+    Attributes:
+        module: the module of its class.
+        why: the reason.
+    """
+
+    module: str
+    why: str
+
+
+LACKING: Mapping[str, Lacking] = {
+    "kimi_k25": Lacking(
+        "megatron.bridge.models.kimi_vl.",
+        "Megatron-Bridge 0.4.0 and later load the code of its tower from its repository",
+    ),
+    "NemotronH_Nano_VL_V2": Lacking(
+        "megatron.bridge.models.nemotron_vl.",
+        "Megatron-Bridge's NemotronNano12Bv2VLModelProvider has the sizes of its tower in code, and transformers has "
+        "no class of it",
+    ),
+}
+"""By `model_type`.
+
+Facts: Megatron-Bridge 0.3.1 to 0.6.2 models/nemotron_vl/nemotron_vl_provider.py; 0.4.2 to 0.6.2
+models/kimi_vl/modeling_kimi_k25_vl.py.
 """
+
+
+def lacking(target: str) -> str:
+    """Why the models of a class are not read, if it is one of `LACKING`; else empty."""
+    return next((of.why for of in LACKING.values() if target.startswith(of.module)), "")
 
 
 def of_fields(fields: Mapping[str, Any]) -> Vision | None:
     """The class that the fields of a run_config.yaml name; None if it is not in `VISIONS`."""
     return next((vision for vision in VISIONS.values() if fields.get(TARGET) == vision.target), None)
+
+
+def of_names(vision: Vision, names: Iterable[str]) -> Vision:
+    """The class of a run in the release that wrote it, which the names of its tensors tell."""
+    newest = vision.kind not in EARLIER or any(name.startswith(CORE) for name in names)
+    return vision if newest else EARLIER[vision.kind]
+
+
+def of_kind(kind: str, version: str | None) -> Vision:
+    """The class that is to compute models of a kind.
+
+    Args:
+        kind: their `model_type`.
+        version: the megatron-core with which Megatron-Bridge runs; None for that of the newest release.
+
+    Raises:
+        RefusedError: no release of Megatron-Bridge that runs with it has the class.
+    """
+    vision = VISIONS[kind]
+    if version is None or not is_between(version, FIRST, CORE_OF_EARLIER):
+        return vision
+    if kind not in EARLIER and vision.releases == LATER:
+        raise RefusedError(
+            f"Megatron-Bridge has {vision.name} in its {LATER}, which run with no megatron-core {version}",
+            "leave --megatron-version out",
+        )
+    return EARLIER.get(kind, vision)

@@ -222,9 +222,9 @@ def _execute(
     """
     every = [*jobs]
     todo = _unfinished(every, journal)
-    left, whole = (sum(job.nbytes for job in each) for each in (todo, every))
+    remaining, whole = (sum(job.nbytes for job in each) for each in (todo, every))
     to_verify = whole if request.verify and not part else 0
-    with Progress("converting", left, request.quiet, request.tell, whole - left, to_verify) as progress:
+    with Progress("converting", remaining, request.quiet, request.tell, whole - remaining, to_verify) as progress:
         execute(
             todo,
             files,

@@ -98,9 +98,9 @@ def refusal_hint(kept: Collection[str]) -> str:
     return "".join(reasons[:1]) + "convert the weights without the optimizer"
 
 
-def whose(kept: Collection[str]) -> str:
+def whose(states: Collection[str]) -> str:
     """The optimizer, other than Adam, that keeps such states, in parentheses for a message; empty if unknown."""
-    names = [name for state, name in OPTIMIZER_BY_STATE.items() if state in kept]
+    names = [name for state, name in OPTIMIZER_BY_STATE.items() if state in states]
     return f" ({names[0]})" if names else ""
 
 
@@ -194,14 +194,14 @@ def kind_of(about: Mapping[str, Any]) -> type[AnyGroup]:
     return Lion if "betas" in about and "eps" not in about else Group
 
 
-def required_states(groups: Iterable[Mapping[str, Any]], kept: Collection[str]) -> tuple[str, ...]:
-    """The states of `CARRIED` that parameters must have, by their groups and by the states `kept` of any parameter.
+def required_states(groups: Iterable[Mapping[str, Any]], states: Collection[str]) -> tuple[str, ...]:
+    """The states of `CARRIED` that parameters must have, by their groups and by the `states` of any parameter.
 
     Without groups the states of Adam are required.
     """
     kinds = {kind_of(group) for group in groups} or {Group}
-    wanted = {STATES[0], *(state for kind in kinds for state in MOMENTS[kind])}
-    return tuple(state for state in CARRIED if state in wanted or (state in STATES and state in kept))
+    required = {STATES[0], *(state for kind in kinds for state in MOMENTS[kind])}
+    return tuple(state for state in CARRIED if state in required or (state in STATES and state in states))
 
 
 def group_of(about: Mapping[str, Any], where: str) -> AnyGroup:
@@ -243,8 +243,8 @@ def _muon(about: Mapping[str, Any], where: str) -> Muon:
     _require_within(where, "Muon", settings, {"momentum": momentum})
     nesterov, rate = about["nesterov"], about["adjust_lr_fn"]
     if type(nesterov) is not bool or rate not in RATES or steps != int(steps):
-        told = f"nesterov {short(nesterov)}, adjust_lr_fn {short(rate)} and ns_steps {steps:g}"
-        raise SourceError(f"{where} has {told}, which no Muon takes")
+        values = f"nesterov {short(nesterov)}, adjust_lr_fn {short(rate)} and ns_steps {steps:g}"
+        raise SourceError(f"{where} has {values}, which no Muon takes")
     return Muon(lr, decay, momentum, nesterov, (a, b, c), eps, int(steps), rate)
 
 

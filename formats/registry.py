@@ -135,9 +135,9 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
 
 def downloaded(path: Path) -> str:
     """The hint for a folder that does not exist: resume its unfinished conversion, or download it from the Hub."""
-    begun = Path(f"{path}.partial")
-    if begun.is_dir():
-        return f"{begun} is that of a conversion that has not ended: run its command again, which resumes it"
+    partial = Path(f"{path}.partial")
+    if partial.is_dir():
+        return f"{partial} is that of a conversion that has not ended: run its command again, which resumes it"
     name = path if len(path.parts) == 2 and not path.parent.exists() else "ORG/NAME"
     return f"a model of the Hub has to be downloaded first: hf download {name} --local-dir FOLDER"
 

@@ -262,9 +262,9 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
         )
     texts = {TEMPLATE: template.encode(), GENERATION: _generation_config(assets, after, ending, named), NAME: edited}
     texts |= _tokenizer_config(assets, changed) | _added_tokens(assets, {token: changed[token] for token in added})
-    kept = {name: text for name, text in texts.items() if name not in assets or text != content(assets, name)}
+    changed_texts = {name: text for name, text in texts.items() if name not in assets or text != content(assets, name)}
     gone = tuple(name for name in assets if name.startswith(OLD_TEMPLATES))
-    made = Applied(kept, gone, ending, added, after.length, rows, ())
+    made = Applied(changed_texts, gone, ending, added, after.length, rows, ())
     return replace(made, notes=tuple(_notes(made, after, changed, "tokenizer.model" in assets, bool(missing))))
 
 
@@ -284,13 +284,13 @@ def _tokenizer_config(assets: Assets, changed: Mapping[str, int]) -> dict[str, b
     if TOKENIZER_CONFIG not in assets:
         return {}
     text = removed(decoded(content(assets, TOKENIZER_CONFIG), TOKENIZER_CONFIG), TOKENIZER_CONFIG, "chat_template")
-    listed = object_of(assets, TOKENIZER_CONFIG).get("added_tokens_decoder")
-    if isinstance(listed, dict) and changed:
+    tokens = object_of(assets, TOKENIZER_CONFIG).get("added_tokens_decoder")
+    if isinstance(tokens, dict) and changed:
         entries = {str(number): {"content": token} | dict(sorted(FLAGS.items())) for token, number in changed.items()}
-        for key, old in listed.items():
+        for key, old in tokens.items():
             if key in entries and isinstance(old, dict):
                 entries[key] = old | {"special": True}
-        text = replaced(text, TOKENIZER_CONFIG, "added_tokens_decoder", listed | entries)
+        text = replaced(text, TOKENIZER_CONFIG, "added_tokens_decoder", tokens | entries)
     return {TOKENIZER_CONFIG: text.encode()}
 
 
@@ -305,8 +305,8 @@ def _added_tokens(assets: Assets, added: Mapping[str, int]) -> dict[str, bytes]:
 def _notes(made: Applied, known: Vocabulary, changed: Mapping[str, int], slow: bool, trained: bool) -> Iterator[str]:
     yield f"a reply ends with {made.terminator}, id {known.ids[made.terminator]}; generation stops there"
     if made.added:
-        listed = ", ".join(f"{token} ({changed[token]})" for token in made.added)
-        yield f"the tokenizer gets {listed} and then has {made.length} entries"
+        token_ids = ", ".join(f"{token} ({changed[token]})" for token in made.added)
+        yield f"the tokenizer gets {token_ids} and then has {made.length} entries"
         if made.length > made.rows:
             yield f"the embedding has {made.rows} rows and needs {made.rows_needed}"
         elif trained:

@@ -235,20 +235,20 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            left, reader = source.stat().st_size, source.open("rb")
+            remaining, reader = source.stat().st_size, source.open("rb")
         except OSError as error:
             raise SourceError(f"{source}: {error.strerror}") from None
         with named(path), reader, path.open("wb") as writer:
-            if not _copied(reader, writer, left):
+            if not _copied(reader, writer, remaining):
                 raise SourceError(
                     f"{source} changes while it is copied", "the same command again, once nothing writes it"
                 )
     return [root / name for name in (*texts, *copies)]
 
 
-def _copied(reader: BinaryIO, writer: BinaryIO, left: int) -> bool:
-    """Copy a file of `left` bytes. Returns whether it still has that size; copying a growing file might never end."""
-    while left and (piece := reader.read(min(left, 1 << 20))):
+def _copied(reader: BinaryIO, writer: BinaryIO, remaining: int) -> bool:
+    """Copy a file of `remaining` bytes. Returns whether it still has that size; a growing file might have no end."""
+    while remaining and (piece := reader.read(min(remaining, 1 << 20))):
         writer.write(piece)
-        left -= len(piece)
-    return not left and not reader.read(1)
+        remaining -= len(piece)
+    return not remaining and not reader.read(1)

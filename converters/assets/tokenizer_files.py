@@ -90,8 +90,8 @@ def attached(source: Checkpoint, tokenizer: Tokenizer, folder: Path) -> Checkpoi
     ids = {f"{role}_token_id": tokenizer.special.get(role) for role in ("bos", "eos", "pad")}
     config = json.loads(config_text(source, None)) | ids
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    kept = {name: number for name, number in ids.items() if number is not None}
-    (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    known_ids = {name: number for name, number in ids.items() if number is not None}
+    (folder / "generation_config.json").write_text(json.dumps(known_ids, indent=2) + "\n")
     return replace(source, assets=folder, config=config, notes=(*source.notes, *tokenizer.notes))
 
 

@@ -146,11 +146,11 @@ def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given:
     from converters.assets.token_files import SLOW
 
     names = (*TOKENIZER, *SLOW)
-    left = [name for name in names if name in own and name not in given]
-    if left and any(name in given for name in names):
+    missing = [name for name in names if name in own and name not in given]
+    if missing and any(name in given for name in names):
         raise RefusedError(
-            f"{out} holds {left[0]}, which {base} lacks: OUT would have parts of two tokenizers",
-            f"if it is not needed: rm {out / left[0]}",
+            f"{out} holds {missing[0]}, which {base} lacks: OUT would have parts of two tokenizers",
+            f"if it is not needed: rm {out / missing[0]}",
         )
 
 

@@ -134,11 +134,11 @@ def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **o
 
         sizes = ", ".join(f"{name} {size}" for name in SIZES if (size := options.get(name) or 1) > 1)
         write_new(html, page(planned, f"{to}, {sizes}" if sizes else to))
-    listed = list(block_lines(planned)) if blocks else []
+    lines = list(block_lines(planned)) if blocks else []
     if as_json:
-        click.echo(json.dumps(plan_record(planned) | ({"list": listed} if blocks else {}), indent=1))
+        click.echo(json.dumps(plan_record(planned) | ({"list": lines} if blocks else {}), indent=1))
         return
-    click.echo("\n".join([*plan_lines(plan_record(planned)), *listed]))
+    click.echo("\n".join([*plan_lines(plan_record(planned)), *lines]))
 
 
 @command()

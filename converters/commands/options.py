@@ -287,17 +287,17 @@ layout = click.option(
 )  # fmt: skip
 
 
-def opened(path: Path, options: Mapping[str, Any], *wanted: Format) -> Checkpoint:
+def opened(path: Path, options: Mapping[str, Any], *formats: Format) -> Checkpoint:
     """Open the source of a command.
 
     Args:
         path: the folder of the checkpoint.
         options: the values of the options of `reading`.
-        wanted: the formats that the command reads; none for any.
+        formats: the formats that the command reads; none for any.
     """
     from converters.plan.opening import open_only
 
-    return open_only(path, settings_of(options), options.get("family"), wanted)
+    return open_only(path, settings_of(options), options.get("family"), formats)
 
 
 def iteration_folder(run: Path, number: int | None) -> Path:

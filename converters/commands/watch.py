@@ -148,8 +148,10 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
                 + (f", {export.url}" if export.url else "")
             )
 
-    kept = options["keep"], options["keep_every"]
-    return Watch(run.absolute(), options["out"].absolute(), given, options["push"], *kept, 3600 * options["idle"], tell)
+    retention = options["keep"], options["keep_every"]
+    return Watch(
+        run.absolute(), options["out"].absolute(), given, options["push"], *retention, 3600 * options["idle"], tell
+    )
 
 
 def _show(watched: Watch, as_json: bool) -> None:

@@ -86,12 +86,12 @@ def folder_of(path: Path) -> ResolvedFolder:
     )
     if offline is None:
         return _on_hub(f"{org}/{name}@{quote(revision, '')}" if revision else address, below)
-    held = sorted(folder.name for folder in home.glob("snapshots/*"))
-    if held:
+    revisions = sorted(folder.name for folder in home.glob("snapshots/*"))
+    if revisions:
         raise SourceError(
             f"{address}: the Hub's cache {home} holds no revision {revision or MAIN}, and {offline} is set; it holds "
-            f"{some(held, 4)}",
-            f"name one: {org}/{name}@{held[0]}",
+            f"{some(revisions, 4)}",
+            f"name one: {org}/{name}@{revisions[0]}",
         )
     if not named:
         return ResolvedFolder(path)
@@ -158,3 +158,8 @@ def _snapshot(home: Path, revision: str) -> Path | None:
     commit = ref.read_text().strip() if ref.is_file() else revision
     folder = home / "snapshots" / commit
     return folder if "/" not in commit and commit not in ("", ".", "..") and folder.is_dir() else None
+
+
+def one_line(text: str) -> str:
+    """A text as one line of bounded length, with only the host of each address: the rest may hold a signature."""
+    return " ".join(re.sub(r"(https?://[^/\s'\")]+)[^\s'\")]*", r"\1", text).split())[:300]

@@ -391,8 +391,8 @@ def load_settings(path: Path) -> dict[str, Any]:
     for section, values in document.items() if isinstance(document, dict) else [(str(document), None)]:
         for key, value in values.items() if isinstance(values, dict) else [("", None)]:
             if key not in known.get(section, ()):
-                listed = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
-                raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {listed}")
+                known_keys = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
+                raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {known_keys}")
             if key == "time" and not isinstance(value, str):  # YAML 1.1 reads 20:00:00 as seconds, and 1:30 as 90
                 raise UsageError(f"{path}: slurm.time is the number {value} to YAML", 'time: "20:00:00", in quotes')
             settings[key] = [value] if key == "sbatch" and not isinstance(value, list) else value

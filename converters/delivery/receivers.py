@@ -80,7 +80,7 @@ class InBucket:
 
     def has(self, name: str, entry: Entry) -> bool:
         """Whether a file is unchanged in the bucket (`Receiver`)."""
-        return self.bucket.found(f"{self.key}/{name}") == entry
+        return self.bucket.stat(f"{self.key}/{name}") == entry
 
     def reading(self, small: Mapping[str, Path]) -> RemotePath:
         """The path where the output can be read (`Receiver`)."""

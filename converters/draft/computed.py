@@ -66,15 +66,15 @@ def tiny_model(model: Model, **changes: Any) -> Any:
     config, _ = model.tiny(**changes)
     config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001  # works with any size
     torch.manual_seed(0)
-    made = getattr(transformers, model.architecture)(config).eval()
+    built = getattr(transformers, model.architecture)(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in built.named_parameters():
             if NORM.search(name):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.08, generator=generator)
-    return made
+    return built
 
 
 def logits(model: Any, length: int = 17) -> Any:

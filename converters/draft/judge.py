@@ -91,8 +91,8 @@ def _through(family: Family, net: Any, before: Any, folder: Path) -> None:
     reloaded, report = type(net).from_pretrained(
         folder / "back", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    if lost := {name: sorted(map(str, keys)) for name, keys in report.items() if keys}:
-        raise VerificationError(f"what comes back does not load cleanly: {json.dumps(lost)[:300]}")
+    if problems := {name: sorted(map(str, keys)) for name, keys in report.items() if keys}:
+        raise VerificationError(f"what comes back does not load cleanly: {json.dumps(problems)[:300]}")
     reloaded.config._experts_implementation = "eager"  # noqa: SLF001  # as it was computed before
     _same(reloaded.eval(), before, "what comes back of it")
 
@@ -101,6 +101,6 @@ def _same(model: Any, before: Any, what: str) -> None:
     import torch
 
     with torch.no_grad():
-        apart = float((computed.logits(model) - before).abs().max() / before.abs().max())
-    if not apart <= computed.EQUAL:
-        raise VerificationError(f"{what} computes other logits: {apart:.2g} of the largest apart")
+        difference = float((computed.logits(model) - before).abs().max() / before.abs().max())
+    if not difference <= computed.EQUAL:
+        raise VerificationError(f"{what} computes other logits: {difference:.2g} of the largest apart")

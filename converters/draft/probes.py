@@ -92,11 +92,11 @@ class Model:
         from transformers import PreTrainedConfig
 
         shared = {field_of_class.name for field_of_class in fields(PreTrainedConfig)}
-        made = self.config_class()
+        config = self.config_class()
         names = [
             field_of_class.name for field_of_class in fields(self.config_class) if field_of_class.name not in shared
         ]
-        return {name: getattr(made, name, None) for name in names}
+        return {name: getattr(config, name, None) for name in names}
 
     @cached_property
     def keys(self) -> dict[str, str]:

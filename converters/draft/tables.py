@@ -82,14 +82,14 @@ def drafted(model: Model) -> Drafted:
         except Exception:  # noqa: BLE001  # whatever its class raises: it supports only one value
             fixed.append(key)
             continue
-        more, less = with_it - without, without - with_it
-        conditions = {BIAS.get(tensor, "") for name in more for tensor in next(iter(roles_of(name)), ("",))}
+        added, removed = with_it - without, without - with_it
+        conditions = {BIAS.get(tensor, "") for name in added for tensor in next(iter(roles_of(name)), ("",))}
         if key == model.keys.get("query_rank"):
             extra = {key: off}
-        elif more and not less and "" not in conditions:
+        elif added and not removed and "" not in conditions:
             biases[key], full = (" ".join(sorted(conditions)), bool(model.defaults[key])), {**full, key: True}
-            choices |= {name: BIAS[roles_of(name)[0][0]] for name in more}
-        elif more or less:
+            choices |= {name: BIAS[roles_of(name)[0][0]] for name in added}
+        elif added or removed:
             fixed.append(key)
     asked = _Asked(model, full)
     rows = list(_rows([model.probe(number, **full) for number in (0, 1)], asked))

@@ -111,8 +111,8 @@ def _values(model: Model, table: Drafted) -> dict[str, Any]:
     own = {key: value for key, value in model.defaults.items() if key not in used and not HARMLESS.fullmatch(key)}
     usual_values = {name: raw[key] for name, key in keys.items() if isinstance(raw.get(key), bool | int | float | str)}
     usual = {"rotary_fraction": rope.get("partial_rotary_factor")} if "rotary_fraction" in keys else {}
-    apart = OF_ONE_MODEL | ({"head_dim"} if keys["head_dim"] in ("", "head_dim") else set())
-    shared_values = {name: value for name, value in usual_values.items() if name not in apart}
+    excluded = OF_ONE_MODEL | ({"head_dim"} if keys["head_dim"] in ("", "head_dim") else set())
+    shared_values = {name: value for name, value in usual_values.items() if name not in excluded}
     return {
         "name": model.kind if model.kind not in FAMILIES else f"{model.kind}_drafted",
         "architecture": model.architecture,

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from converters.common.atomic import handling_signals
+from converters.common.hub_names import one_line
 from converters.hub.files import File
 from converters.hub.model_card import version
 from converters.hub.push_plan import MAIN, STEP, WEIGHTS, Push
@@ -123,7 +124,7 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
     if wrong:
         lines = "; ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
         raise VerificationError(f"{plan.repo} does not hold what was planned: {lines}", retry)
-    notes = [*_kept(plan, after), *(_line(str(warning.message)) for warning in caught)]
+    notes = [*_kept(plan, after), *(one_line(str(warning.message)) for warning in caught)]
     notes += [f"{url} is a draft until you publish it there"] if plan.create_pr else []
     return Pushed(done.oid, url or str(done.commit_url), target, tuple(notes))
 
@@ -281,13 +282,13 @@ def _known(error: BaseException | None, repo: str, retry: str) -> VitruvianError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     while error is not None:
-        message = _line(str(error))
+        message = one_line(str(error))
         if isinstance(error, HfHubHTTPError):
             status, message = error.response.status_code, str(error.server_message or "")
             if message.lstrip().startswith("<"):  # a storage service's XML, which may hold parts of a signature
                 return NetworkError(f"the storage of the Hub refuses a file of {repo} ({status})", retry)
             message = str(error.response.headers.get("X-Error-Message") or message or error.response.reason_phrase)
-            return _refusal(status, _line(message), repo, retry)
+            return _refusal(status, one_line(message), repo, retry)
         if status_text := re.search(r"HTTP status client error \((\d+)", message):  # the wording of hf_xet
             return _refusal(int(status_text[1]), message, repo, retry)
         if isinstance(error, OfflineModeIsEnabled):
@@ -323,8 +324,3 @@ def _refusal(status: int, message: str, repo: str, retry: str) -> VitruvianError
             return UsageError(f"{repo} or its revision does not exist for this token ({status}: {message})", LOGIN)
         case _:
             return UsageError(f"the Hub refuses the push to {repo} ({status}: {message})")
-
-
-def _line(text: str) -> str:
-    """A text as one line of bounded length, with only the host of each address: the rest may hold a signature."""
-    return " ".join(re.sub(r"(https?://[^/\s'\")]+)[^\s'\")]*", r"\1", text).split())[:300]

@@ -170,7 +170,7 @@ class Checkpoint:
         if own_file and not any(own_file in file.path.relative_to(root).parts for file in plan.target.files):
             raise UsageError(f"no file of such an output is of the rank {own_file}", "name a rank that saves one")
         every = list(tensors_of(plan.target))
-        every = [one for one in every if not own_file or own_file in one[0].relative_to(root).parts]
+        every = [entry for entry in every if not own_file or own_file in entry[0].relative_to(root).parts]
         tensors = {name: (str(file.relative_to(root)), state, placed) for file, state, name, placed in every}
         if len(tensors) < len(every):
             names = some([*dict.fromkeys(str(file.relative_to(root)) for file, *_ in every)], 3)

@@ -78,8 +78,8 @@ def average(
         if odd := [weight for weight in given if not NUMBER.holds(weight)]:
             raise UsageError(f"the weight {short(odd[0])} is not {NUMBER.words}")
     else:
-        listed = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
-        paths = [path_of(checkpoint, "checkpoints") for checkpoint in listed]
+        items = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
+        paths = [path_of(checkpoint, "checkpoints") for checkpoint in items]
     weights, reading = weights_of(len(paths), given, ema), _settings(given_options)
     with known_family(given_options) as family:
         sources = open_all(paths, reading, family)

@@ -93,8 +93,8 @@ def _notes(source: Checkpoint) -> list[str]:
                 f"{some(own, 5)} of {source.root} are not carried, those of {source.assets} are; `convert assets OUT "
                 f"--from {source.root}` puts them into OUT"
             )
-        if left := assets.not_carried(source.assets):
-            notes.append(f"{some(left, 4)} in {source.assets} are not carried: not names of model files")
+        if dropped := assets.not_carried(source.assets):
+            notes.append(f"{some(dropped, 4)} in {source.assets} are not carried: not names of model files")
     if source.spec.vocab is None:
         notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")
     return notes

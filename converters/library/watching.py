@@ -230,9 +230,9 @@ def due(watch: Watch, latest: Mapping[str, Record]) -> list[commits.Saved]:
         saved = commits.complete(watch.run)
     except OSError as error:
         raise SourceError(f"{watch.run}: {error.strerror}") from None
-    kept = watch.kept(checkpoint.step for checkpoint in saved)
+    retained = watch.kept(checkpoint.step for checkpoint in saved)
     wanted = (
-        saved if watch.push else [checkpoint for checkpoint in saved if checkpoint.step in kept]
+        saved if watch.push else [checkpoint for checkpoint in saved if checkpoint.step in retained]
     )  # others would be deleted at once
     begun = [
         name for name, record in latest.items() if record["state"] not in ENDED and not (watch.run / name).exists()

@@ -66,10 +66,11 @@ def _narrowed(values: Array, original: Array, target: str, name: str, hint: str)
             finite = np.isfinite(floats)
             result = as_words(floats)
     if not finite.all():
-        lost = original[~finite & np.isfinite(original)]
-        if len(lost):
+        large = original[~finite & np.isfinite(original)]
+        if len(large):
             raise RefusedError(
-                f"{name} holds {lost[0]:g}, which is too large for {target} ({len(lost)} or more such values)", hint
+                f"{name} holds {large[0]:g}, which is too large for {target} ({len(large)} or more such values)",
+                hint,
             )
     return result
 

@@ -24,7 +24,6 @@ from formats.errors import RefusedError, SourceError
 PIECE = 1 << 16
 """Elements at a time: few enough to stay in the cache, and in little memory."""
 
-Words = NDArray[np.uint16]
 Open = Callable[[Path], AbstractContextManager[Handle]]
 """Opens a file; the context gives its handle."""
 

@@ -311,9 +311,9 @@ def _entries(content: bytes) -> Done:
             case _:
                 break
         length += len(line)
-    begun = _text(head)
+    partial_line = _text(head)
     unread = OLDER if UNSEALED.fullmatch(head) else DAMAGED
-    return Done(unread if begun is None else begun.decode(errors="replace"), finished, sound, length)
+    return Done(unread if partial_line is None else partial_line.decode(errors="replace"), finished, sound, length)
 
 
 def fingerprint(plan: Plan, replicas: str) -> str:

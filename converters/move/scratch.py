@@ -35,8 +35,8 @@ FOLDER = "decoded-"
 
 def clear(beside: Path) -> None:
     """Delete the scratch folders that killed runs have left in a folder, which no other process may be using."""
-    for left in beside.glob(f"{FOLDER}*"):
-        shutil.rmtree(left)
+    for folder in beside.glob(f"{FOLDER}*"):
+        shutil.rmtree(folder)
 
 
 def room_for(sources: Iterable[Checkpoint], jobs: Iterable[Job]) -> int:

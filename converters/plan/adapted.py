@@ -48,8 +48,8 @@ def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkp
         return _plan_alone(source, request)
     alone = format_of(source).reader.read(source.root, replace(source.settings, adapter="only"))
     alone = replace(alone, settings=source.settings)
-    left = tuple(name for name in source.dropped if not OF_LORA.fullmatch(name))
-    return plan_merge(replace(source, dropped=left), _saved(alone), request, planned)
+    dropped = tuple(name for name in source.dropped if not OF_LORA.fullmatch(name))
+    return plan_merge(replace(source, dropped=dropped), _saved(alone), request, planned)
 
 
 def _config(source: Checkpoint) -> dict[str, Any]:

@@ -157,14 +157,14 @@ def _refuse(source: Checkpoint, findings: Iterable[Finding]) -> None:
         SourceError: there is such a finding.
     """
     allowed = source.settings.allow_missing
-    left = [finding for finding in findings if not any(fnmatchcase(finding.name, pattern) for pattern in allowed)]
-    if left:
-        texts = "; ".join(finding.text for finding in left[:SHOWN]) + (
-            f"; and {len(left) - SHOWN} more" * (len(left) > SHOWN)
+    unaccepted = [finding for finding in findings if not any(fnmatchcase(finding.name, pattern) for pattern in allowed)]
+    if unaccepted:
+        texts = "; ".join(finding.text for finding in unaccepted[:SHOWN]) + (
+            f"; and {len(unaccepted) - SHOWN} more" * (len(unaccepted) > SHOWN)
         )
         raise SourceError(
             f"{source.root} and its config are not one whole model: {texts}",
-            HINT.format(left[0].name) if left[0].name else OTHER,
+            HINT.format(unaccepted[0].name) if unaccepted[0].name else OTHER,
         )
 
 

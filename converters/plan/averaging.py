@@ -185,10 +185,10 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
             raise RefusedError(
                 f"{where}: {count(len(odd), 'tensor differs', 'tensors differ')} in shape, such as {odd[0]}: {shapes}"
             )
-        for one, read, another in ((first, left, other), (other, right, first)):
-            if read is not one:
+        for side, read, another in ((first, left, other), (other, right, first)):
+            if read is not side:
                 raise UnsupportedError(
-                    f"{one.root} has the tensor names of memory and {another.root} those of files: no table connects "
+                    f"{side.root} has the tensor names of memory and {another.root} those of files: no table connects "
                     "them",
                     TO_FILES,
                 )

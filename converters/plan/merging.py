@@ -79,14 +79,14 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
     before, base = rows(base.spec), _resized(adapter, slots, base)
     if rows(base.spec) != before:
         adapter, slots = opened(saved, base)
-    if apart := _trained_apart(adapter, slots, base):
+    if separate := _trained_apart(adapter, slots, base):
         base = untied(base)
         adapter, slots = opened(saved, base)
     plan = planned(base)
     changes = _changes(adapter, slots, base)
-    if lost := sorted(name for name, _ in changes.keys() - {(job.tensor, job.layer) for job in plan.jobs}):
+    if unused := sorted(name for name, _ in changes.keys() - {(job.tensor, job.layer) for job in plan.jobs}):
         raise UnsupportedError(
-            f"{adapter.root} changes {len(lost)} tensors that have other names in the output: {some(lost, 3)}",
+            f"{adapter.root} changes {len(unused)} tensors that have other names in the output: {some(unused, 3)}",
             "convert the base to Hugging Face first, take an adapter out of a checkpoint with --adapter only, then "
             "convert merge",
         )
@@ -97,9 +97,11 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
         for job in plan.jobs
     )
     adapter_source = Checkpoint(saved.root, saved.root, NAME, base.spec, (), (), saved.files)
-    about = {name: adapter.config[name] for name in SHOWN if adapter.config.get(name)}
-    inputs = (Input(base, {}), Input(adapter_source, about))
-    notes = [f"{apart} was trained apart from what shares it: the output head gets weights of its own"] * bool(apart)
+    shown = {name: adapter.config[name] for name in SHOWN if adapter.config.get(name)}
+    inputs = (Input(base, {}), Input(adapter_source, shown))
+    notes = [f"{separate} was trained apart from what shares it: the output head gets weights of its own"] * bool(
+        separate
+    )
     if rows(base.spec) != before:
         notes.append(
             f"the vocabulary has {rows(base.spec)} rows, as the adapter was trained with, and {before} in the base"
@@ -162,8 +164,8 @@ def _is_linear(slot: Slot, base: Checkpoint) -> bool:
     spec = base.spec
     if isinstance(spec, Verbatim):
         return re.search(r"\.\d+\.", slot.keys[0]) is not None
-    apart = NOT_LINEAR | (AS_EXPERTS if spec.experts else set())
-    return apart.isdisjoint(slot.rule.pattern.tensors)
+    excluded = NOT_LINEAR | (AS_EXPERTS if spec.experts else set())
+    return excluded.isdisjoint(slot.rule.pattern.tensors)
 
 
 def _changes(
@@ -210,7 +212,7 @@ def _resized(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint)
     changed = {slot.rule.pattern.tensors for key, slot in slots.items() if resized.get(key, slot).shape != slot.shape}
     if changed != {*names.values()}:
         return base
-    kept = [placed for placed in base.tensors if placed.slot.rule.pattern.tensors not in changed]
+    unchanged = [placed for placed in base.tensors if placed.slot.rule.pattern.tensors not in changed]
     places = {slot.rule.pattern.tensors: slot for slot in resized.values() if not slot.replica}  # also of a tied head
     own = {names[key]: Placed(key, places[names[key]], part) for key, part in whole.items()}
     copies = [
@@ -219,7 +221,7 @@ def _resized(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint)
         if placed.slot.rule.pattern.tensors in changed and placed.key in resized and _is_further(placed.slot)
     ]
     settings = replace(base.settings, vocab_size=rows(spec))
-    return replace(base, spec=spec, tensors=(*kept, *own.values(), *copies), settings=settings)
+    return replace(base, spec=spec, tensors=(*unchanged, *own.values(), *copies), settings=settings)
 
 
 def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> str:
@@ -254,10 +256,10 @@ def untied(base: Checkpoint) -> Checkpoint:
         if rule.pattern.tensors == ("embedding",) and not placed.slot.replica.shared:
             named = replace(rule, pattern=rule.pattern.renamed("embedding", "head"))
             heads.append(placed._replace(slot=placed.slot._replace(rule=named)))
-    kept = (placed for placed in base.tensors if not placed.slot.replica.shared)
+    summands = (placed for placed in base.tensors if not placed.slot.replica.shared)
     settings = replace(base.settings, values={**base.settings.values, "tied": False})
     spec = replace(base.spec, tied=False)
-    return replace(base, spec=spec, tensors=(*kept, *heads), settings=settings)
+    return replace(base, spec=spec, tensors=(*summands, *heads), settings=settings)
 
 
 def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> Product:

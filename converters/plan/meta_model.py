@@ -66,11 +66,11 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         if CONVERSION in str(error):
             return {"errors": [_line(error)]}
         return {"why": f"transformers cannot be asked ({_line(error)})"}
-    mismatched = [[key, list(here), list(wanted)] for key, here, wanted in loading["mismatched_keys"]]
-    apart = {key for key, _, _ in mismatched}
+    mismatched = [[key, list(own_shape), list(wanted)] for key, own_shape, wanted in loading["mismatched_keys"]]
+    mismatched_keys = {key for key, _, _ in mismatched}
     return {
-        "missing": sorted(set(loading["missing_keys"]) - apart),
-        "unexpected": sorted(set(loading["unexpected_keys"]) - apart),
+        "missing": sorted(set(loading["missing_keys"]) - mismatched_keys),
+        "unexpected": sorted(set(loading["unexpected_keys"]) - mismatched_keys),
         "mismatched": sorted(mismatched),
         "errors": list(map(str, loading["error_msgs"])),
         **_tensor_origins(made, request["shapes"]),

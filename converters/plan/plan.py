@@ -358,8 +358,8 @@ def require_castable(source: Checkpoint) -> None:
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
     """The element type of a tensor after a cast, which leaves integers alone, and tensors that no framework rounds."""
-    kept = tensor in EXACT or tensor.endswith(".e_score_correction_bias")  # of a model without a table
-    return CASTS[cast] if cast and dtype in FLOATS and not kept else dtype
+    exact = tensor in EXACT or tensor.endswith(".e_score_correction_bias")  # of a model without a table
+    return CASTS[cast] if cast and dtype in FLOATS and not exact else dtype
 
 
 def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | None], str]:

@@ -50,7 +50,7 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
             "leave --quantize out",
         )
     fragments: dict[str, Fragment] = {}
-    kept = []
+    unquantized = []
     for placed in source.tensors:
         linear = LINEAR.issuperset(placed.slot.rule.pattern.tensors) and len(placed.fragment.shape) > 1
         if linear and _has_blocks(placed):
@@ -60,9 +60,9 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
             fragments[f"{placed.key}_scale_inv"] = _coded(matrix, "F32", grid, scales=True)
         else:
             fragments[placed.key] = placed.fragment
-            kept += [_module(placed)] if len(placed.fragment.shape) == 2 else []
+            unquantized += [_module(placed)] if len(placed.fragment.shape) == 2 else []
     heads = [rule.spellings[0] for rule in family.tensors if rule.pattern.tensors == ("head",)]
-    kept += [head.removesuffix(".weight") for head in heads if source.spec.tied]
+    unquantized += [head.removesuffix(".weight") for head in heads if source.spec.tied]
     if len(fragments) == len(source.tensors):
         raise RefusedError(f"{source.root} has no linear layer of whole blocks of {BLOCK[0]} x {BLOCK[1]}")
     shapes = {key: fragment.shape for key, fragment in fragments.items()}
@@ -70,7 +70,7 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
     tensors, _ = match(untabled.slots(spec), {ALONE: fragments}, (), source.root)
     config = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": [*dict.fromkeys(kept)],
+        "modules_to_not_convert": [*dict.fromkeys(unquantized)],
     }  # fmt: skip
     return replace(source, spec=spec, tensors=tuple(tensors)), config
 

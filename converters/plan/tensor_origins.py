@@ -209,13 +209,15 @@ def trace_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
             tied = {name: original if other == copy else other for name, other in tied.items() if name != original}
             tied[copy] = original
     memory = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    kept = {name: traced(name, shape) for name, shape in memory.items() if name not in tied}
-    if kept.keys() <= shapes.keys():  # the names are those in memory: no file was loaded that would tell those in files
+    origins = {name: traced(name, shape) for name, shape in memory.items() if name not in tied}
+    if (
+        origins.keys() <= shapes.keys()
+    ):  # the names are those in memory: no file was loaded that would tell those in files
         model._weight_conversions = None  # noqa: SLF001
-    hub = revert_weight_conversion(model, dict(kept))
+    hub = revert_weight_conversion(model, dict(origins))
     if any(shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape) for name, tensor in hub.items()):
         _transpose_always(model)
-        hub = revert_weight_conversion(model, dict(kept))
+        hub = revert_weight_conversion(model, dict(origins))
     saved = {
         name: {"shape": list(tensor.shape), "pieces": getattr(tensor, "pieces", None)} for name, tensor in hub.items()
     }

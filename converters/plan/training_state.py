@@ -264,7 +264,7 @@ def _regrouped(optimizer: Optimizer | Native, target: Target | None, *in_megatro
         return []
     written = [item for file in target.files for item in file.states.get(MOMENTUM, ())]
     sides = zip((momentum.tensors, written), in_megatron, strict=True)
-    before, after = ({frozenset(_matrix(item, apart)) for item in items} for items, apart in sides)
+    before, after = ({frozenset(_matrix(item, separate)) for item in items} for items, separate in sides)
     fused = sorted({" and ".join(sorted(names)) for names in before ^ after if len(names) > 1})
     if not fused:
         return []

@@ -87,8 +87,8 @@ def plan_universal(states: States, request: Request) -> Plan:
     frozen = _frozen(model, {parameter.name for parameter in parameters})
     head = {**model, deepspeed.OURS: {"frozen": frozen, **_known(masters)}}
     small = universal.texts(parameters, partitions[0].settings, head, ranks)
-    lost = universal.left_out(model)
-    notes = [f"what is no plain data is not carried: {', '.join(lost)}"] if lost else []
+    buffers_lost = universal.left_out(model)
+    notes = [f"what is no plain data is not carried: {', '.join(buffers_lost)}"] if buffers_lost else []
     if frozen:
         notes.append(
             f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "
@@ -124,8 +124,8 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
     groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer, step)
     parameters = [each for group in groups.values() for each in group]
-    listed = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
-    settings = [{**_settings(group), "params": [number]} for number, group in enumerate(listed)]
+    group_names = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
+    settings = [{**_settings(group), "params": [number]} for number, group in enumerate(group_names)]
     model = _model(step, optimizer.samples, groups.values()) | {"buffer_names": buffers}
     small = universal.texts(parameters, settings, model, 1)
     opened = {"fp32": source, **optimizer.states}
@@ -247,8 +247,8 @@ def _jobs(opened: Mapping[str, Checkpoint], target: Target) -> tuple[Job, ...]:
     for state, checkpoint in opened.items():
         files = tuple(file for file in target.files if file.path.stem == state)
         jobs = make_plan(checkpoint, replace(target, files=files), "fp32").jobs
-        apart = (each for job in jobs for each in _summand_jobs(job, checkpoint, files))
-        state_jobs += (replace(job, state="" if state == "fp32" else state) for job in apart)
+        summands = (each for job in jobs for each in _summand_jobs(job, checkpoint, files))
+        state_jobs += (replace(job, state="" if state == "fp32" else state) for job in summands)
     return tuple(state_jobs)
 
 

@@ -84,7 +84,7 @@ def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array], 
     if first.shape != second.shape:
         return Difference(first.name, f"shape {list(first.shape)} | {list(second.shape)}")
     dtypes, same = (first.source_dtype, second.source_dtype), first.source_dtype == second.source_dtype
-    apart = first.less_one[0] != second.less_one[0]
+    stored_otherwise = first.less_one[0] != second.less_one[0]
     both_float = dtypes[0] in FLOATS and dtypes[1] in FLOATS
     if not same and not both_float:
         return Difference(first.name, f"{dtypes[0]} | {dtypes[1]}")
@@ -94,7 +94,7 @@ def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array], 
     for start, shape in tiles(first.shape, len(other) // 8):
         tile = Tile(start, shape, other, scratch)
         words, others = (
-            side.read(files, tile, room, add=apart and side.job.less_one[0])
+            side.read(files, tile, room, add=stored_otherwise and side.job.less_one[0])
             for side, room in zip((left, right), rooms, strict=True)
         )
         if same and np.array_equal(words, others):

@@ -71,8 +71,8 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     _, remembered = read_manifest(plan.source.home) or ({}, {})
     moments = plan.source.settings.weights in STATES[1:]  # moments are read under the names of the weights
     remembered = {} if plan.source.original or moments else {**remembered, **remembered_states(plan.source.home)}
-    kept = {job.name: job.label for job in plan.jobs if not (job.edges or (job.twins and not job.state))}
-    wrong = [label for name, label in kept.items() if remembered.get(name, digests[name]) != digests[name]]
+    labels = {job.name: job.label for job in plan.jobs if not (job.edges or (job.twins and not job.state))}
+    wrong = [label for name, label in labels.items() if remembered.get(name, digests[name]) != digests[name]]
     if wrong:
         differing = count(len(wrong), "tensor differs", "tensors differ")
         raise VerificationError(

@@ -44,18 +44,18 @@ class Repo:
     @cached_property
     def commit(self) -> str:
         """The commit of the revision."""
-        about = self.ask(lambda api: api.model_info(self.name, revision=self.revision, timeout=SECONDS), FIRST)
-        return str(about.sha)
+        info = self.ask(lambda api: api.model_info(self.name, revision=self.revision, timeout=SECONDS), FIRST)
+        return str(info.sha)
 
     @cached_property
     def tree(self) -> dict[str, Entry]:
         """Every file of the commit, by path."""
-        listed = self.ask(lambda api: list(api.list_repo_tree(self.name, recursive=True, revision=self.commit)))
-        files = [entry for entry in listed if hasattr(entry, "size")]
+        items = self.ask(lambda api: list(api.list_repo_tree(self.name, recursive=True, revision=self.commit)))
+        files = [entry for entry in items if hasattr(entry, "size")]
         files = [entry for entry in files if entry.path != GIT]
         return {entry.path: Entry(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id) for entry in files}
 
-    def listed(self, folder: str) -> dict[str, Entry | None]:
+    def list_folder(self, folder: str) -> dict[str, Entry | None]:
         """The entries of a folder (`Store`)."""
         entries: dict[str, Entry | None] = {}
         for path, entry in self.tree.items():
@@ -66,7 +66,7 @@ class Repo:
             entries[name] = None if deeper else entry
         return entries
 
-    def found(self, key: str) -> Entry | None:
+    def stat(self, key: str) -> Entry | None:
         """The entry of a file (`Store`)."""
         return self.tree.get(key)
 
@@ -113,12 +113,16 @@ class Repo:
         if place is not None:
             return place
         address = hf_hub_url(self.name, key, revision=self.commit, endpoint=self._api.endpoint)
-        about = self._meant(lambda: get_hf_file_metadata(address, timeout=SECONDS))
-        if about.etag != entry.identity or about.size not in (None, entry.size) or about.commit_hash != self.commit:
+        metadata = self._meant(lambda: get_hf_file_metadata(address, timeout=SECONDS))
+        if (
+            metadata.etag != entry.identity
+            or metadata.size not in (None, entry.size)
+            or metadata.commit_hash != self.commit
+        ):
             raise changed(self.url, key)
         with self.lock:
-            self.places[key] = about.location
-        return about.location
+            self.places[key] = metadata.location
+        return metadata.location
 
     @cached_property
     def _api(self) -> Any:

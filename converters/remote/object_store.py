@@ -56,7 +56,7 @@ class Bucket:
         except (BaseError, ValueError, OSError) as error:
             raise UsageError(f"{self.url} cannot be opened: {line(str(error))}", KEYS.get(self.scheme, "")) from None
 
-    def listed(self, folder: str) -> dict[str, Entry | None]:
+    def list_folder(self, folder: str) -> dict[str, Entry | None]:
         """The entries of a folder (`Store`)."""
         import obstore
 
@@ -69,7 +69,7 @@ class Bucket:
             entry["path"].rpartition("/")[2]: _entry(entry) for entry in answer["objects"] if entry["path"] != folder
         }
 
-    def found(self, key: str) -> Entry | None:
+    def stat(self, key: str) -> Entry | None:
         """The entry of an object (`Store`)."""
         import obstore
 
@@ -106,7 +106,7 @@ class Bucket:
         part = max(PART, -(-size // PARTS))
         put = lambda: obstore.put(self.store, key, content, chunk_size=part, max_concurrency=SENDERS)  # noqa: E731
         self._ask(key, put)
-        sent = self.found(key)
+        sent = self.stat(key)
         if sent is None or sent.size != size:
             raise SourceError(f"{self.url}/{key} has not the {size} bytes that were sent")
         return sent

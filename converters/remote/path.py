@@ -49,13 +49,13 @@ class Mount:
         self.texts: dict[str, bytes] = {}
         self.lock = threading.Lock()
 
-    def listed(self, folder: str) -> dict[str, Entry | None]:
+    def list_folder(self, folder: str) -> dict[str, Entry | None]:
         """The entries of a folder by name; None for a folder."""
         above, _, name = folder.rpartition("/")
         with self.lock:
             if folder not in self.folders:
                 absent = above in self.folders and self.folders[above].get(name, 0) is not None
-                self.folders[folder] = {} if absent else self.store.listed(folder)
+                self.folders[folder] = {} if absent else self.store.list_folder(folder)
             entries = dict(self.folders[folder])
         for key, path in self.beside.items():
             inside = key.removeprefix(f"{folder}/") if folder else key
@@ -66,15 +66,15 @@ class Mount:
 
     def entry(self, key: str) -> Entry | None:
         """The entry of an object, None if there is no such object."""
-        if key in self.roots and self.listed(key):  # a web server has a page there
+        if key in self.roots and self.list_folder(key):  # a web server has a page there
             return None
         folder, _, name = key.rpartition("/")
         below = any(not root or folder == root or folder.startswith(f"{root}/") for root in self.roots)
         if below or folder in self.folders:
-            return self.listed(folder).get(name)
+            return self.list_folder(folder).get(name)
         with self.lock:
             if key not in self.objects:
-                self.objects[key] = self.store.found(key)
+                self.objects[key] = self.store.stat(key)
             return self.objects[key]
 
 
@@ -122,7 +122,7 @@ class RemotePath(PosixPath):
         """
         mount, key = self.mount()
         entry = mount.entry(key) if key else None
-        if entry is None and not mount.listed(key):
+        if entry is None and not mount.list_folder(key):
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self))
         return entry
 
@@ -196,7 +196,7 @@ class RemotePath(PosixPath):
             FileNotFoundError: there is no such folder.
         """
         mount, key = self.mount()
-        names = mount.listed(key)
+        names = mount.list_folder(key)
         if not names and key:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self))
         return iter([self / name for name in sorted(names)])

@@ -19,10 +19,10 @@ class Store(Protocol):
     url: str
     """The beginning of all paths in the store."""
 
-    def listed(self, folder: str) -> Mapping[str, Entry | None]:
+    def list_folder(self, folder: str) -> Mapping[str, Entry | None]:
         """The entries of a folder by name; None for a folder. Empty if there is no such folder."""
 
-    def found(self, key: str) -> Entry | None:
+    def stat(self, key: str) -> Entry | None:
         """The entry of an object, found without listing its folder; None if there is no such object."""
 
     def fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:

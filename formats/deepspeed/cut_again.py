@@ -128,8 +128,8 @@ def _cut(where: Path, tensor: Scattered, layout: Layout, ranks: int) -> Iterator
         yield tensor
         return
     if any(size % ranks for size in sizes):
-        listed = " + ".join(map(str, sizes))
-        raise SourceError(f"{where} holds {listed} along dimension {dim}, which {ranks} ranks cannot have had")
+        terms = " + ".join(map(str, sizes))
+        raise SourceError(f"{where} holds {terms} along dimension {dim}, which {ranks} ranks cannot have had")
     own = [size // ranks for size in sizes]
     own_shape = (*shape[:dim], sum(own), *shape[dim + 1 :])
     starts, places = _starts(sizes), _starts(own)
@@ -175,14 +175,14 @@ def placed(
     if ours:
         _require_tables(tensors, whole)
     cut = {key for key, each in tensors.items() if len(each.parts) > 1}
-    wanted = [_of_rank(slot, 0) for slot in whole if cut.isdisjoint(slot.keys)]
-    wanted += [_of_rank(slot, dict(slot.mesh)["tp"][0]) for slot in shards if not cut.isdisjoint(slot.keys)]
+    slots = [_of_rank(slot, 0) for slot in whole if cut.isdisjoint(slot.keys)]
+    slots += [_of_rank(slot, dict(slot.mesh)["tp"][0]) for slot in shards if not cut.isdisjoint(slot.keys)]
     by_rank: dict[Place, dict[str, Scattered]] = {Place(): {}}
     for key, each in tensors.items():
         for rank, part in enumerate(each.parts):
             by_rank.setdefault(_place(rank), {})[key] = part
     fragments = {place: {key: part.whole for key, part in of_rank.items()} for place, of_rank in by_rank.items()}
-    matched, dropped = match(wanted, fragments, drops, tag)
+    matched, dropped = match(slots, fragments, drops, tag)
     pieces = (piece for each in matched for piece in place_pieces(each, by_rank[each.slot.place][each.key]))
     return tuple(pieces), tuple(dropped)
 

@@ -31,12 +31,12 @@ class Codes(NamedTuple):
     absmax: Any
 
 
-def torch_states(kept: Mapping[str, Any]) -> Mapping[str, Any]:
+def torch_states(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The optimizer states of a flat group; the moments of bitsandbytes' Adam are under torch's names for them."""
-    inner = kept.get(QUANTIZED, kept)
+    inner = state.get(QUANTIZED, state)
     if not isinstance(inner, Mapping) or "state2" not in inner or "state1" not in inner:
-        return kept
-    rest = {name: value for name, value in {**kept, **inner}.items() if name != QUANTIZED}
+        return state
+    rest = {name: value for name, value in {**state, **inner}.items() if name != QUANTIZED}
     states: dict[str, Any] = {}
     for moment, end in MOMENTS.items():
         codes = Codes(rest.pop(f"state{end}"), rest.pop(f"qmap{end}", None), rest.pop(f"absmax{end}", None))
@@ -54,8 +54,8 @@ def fragment_of(file: TorchFile, codes: Codes, name: str) -> Fragment:
         raise SourceError(f"{file.path} holds {name} in 8 bits in a form that is not known")
     state, qmap, absmax = (file.fragment(part, name) for part in codes)
     (count,) = state.shape
-    wanted = (("U8", (count,)), ("F32", (256,)), ("F32", (-(-count // BLOCK),)))
-    if tuple((part.dtype, part.shape) for part in (state, qmap, absmax)) != wanted:
+    layouts = (("U8", (count,)), ("F32", (256,)), ("F32", (-(-count // BLOCK),)))
+    if tuple((part.dtype, part.shape) for part in (state, qmap, absmax)) != layouts:
         raise SourceError(
             f"{file.path} holds {name} in 8 bits, with other numbers of values or blocks than it has elements"
         )

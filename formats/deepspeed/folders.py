@@ -156,8 +156,8 @@ def model_files(tag: Path) -> dict[int, Path]:
             )
     if max(paths, default=0) > MOST_RANKS:
         raise SourceError(f"{paths[max(paths)]} has the name of a rank that no run has")
-    lost = [rank for rank in range(max(paths, default=0)) if rank not in paths]
-    if lost or not paths:
-        wanted = [model_name(rank) for rank in lost or [0]]
+    missing = [rank for rank in range(max(paths, default=0)) if rank not in paths]
+    if missing or not paths:
+        wanted = [model_name(rank) for rank in missing or [0]]
         raise SourceError(f"{tag} lacks {', '.join(wanted[:8])}", "copy the files of all ranks into one folder")
     return dict(sorted(paths.items()))

@@ -74,13 +74,13 @@ def files_of_ranks(tag: Path) -> list[TorchFile]:
     if count > deepspeed.MOST_RANKS:
         raise SourceError(f"{opened[first].path} claims {count} data parallel ranks")
     require_same({file.path: file.value.get for file in opened.values()}, TIES)
-    lost = sorted(set(range(count)) - set(opened))
-    if lost or len(opened) > count:
-        names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])
+    missing = sorted(set(range(count)) - set(opened))
+    if missing or len(opened) > count:
+        names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in missing[:4])
         raise SourceError(
             f"{tag} is of {count} data parallel ranks, {len(opened)} are there"
-            + (f"; it lacks {names}" if lost else ""),
-            "copy them from their nodes" if lost else "remove the files of another run",
+            + (f"; it lacks {names}" if missing else ""),
+            "copy them from their nodes" if missing else "remove the files of another run",
         )
     return [_require_alone(file) for file in opened.values()]
 
@@ -120,17 +120,19 @@ def _rank(path: Path, first: TorchFile) -> TorchFile:
     """
     file = _file(path)
     if "param_shapes" in file.value:
-        here, there = ([list(group.items()) for group in param_shapes(each_file)] for each_file in (file, first))
-        if here != there:
-            pairs = zip(chain(*here), chain(*there), strict=False)
+        own_shapes, first_shapes = (
+            [list(group.items()) for group in param_shapes(each_file)] for each_file in (file, first)
+        )
+        if own_shapes != first_shapes:
+            pairs = zip(chain(*own_shapes), chain(*first_shapes), strict=False)
             (ours, _), (theirs, _) = next((pair for pair in pairs if pair[0] != pair[1]), (("nothing", ()),) * 2)
             raise SourceError(
                 f"{path} and {first.path} lay out different parameters, first {short(ours)} and {short(theirs)}: files "
                 "of different runs",
                 "copy the files of one save from all nodes",
             )
-    kept = {name: file.value[name] for name in OF_RANK if name in file.value}
-    return replace(file, value=kept, storages=file.storages if kept.get("frozen_param_fragments") else {})
+    entries = {name: file.value[name] for name in OF_RANK if name in file.value}
+    return replace(file, value=entries, storages=file.storages if entries.get("frozen_param_fragments") else {})
 
 
 def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
@@ -251,8 +253,10 @@ def require_of_module(
     for name, shape in shapes.items() if modules else ():
         own_shape = modules[name].shape if name in modules else None
         if own_shape not in (shape, (0,)):
-            there = "which its module lacks" if own_shape is None else f"which is {list(own_shape)} in its module"
-            raise SourceError(f"{file.path} lays out {short(name)} {list(shape)}, {there}", MIXED)
+            shape_in_module = (
+                "which its module lacks" if own_shape is None else f"which is {list(own_shape)} in its module"
+            )
+            raise SourceError(f"{file.path} lays out {short(name)} {list(shape)}, {shape_in_module}", MIXED)
     by_name = [file.value.get(key) for key in ("frozen_param_shapes", "buffer_names", "shared_params")]
     if not isinstance(by_name[0], Mapping):
         return  # files of older versions, or saved without frozen parameters, do not record which are frozen
@@ -280,10 +284,10 @@ def unpartitioned_states(
     """
     try:
         groups = _whole_groups(file, state)
-        left = dict(modules)
+        remaining = dict(modules)
         for ref in (ref for group in groups for ref in group):
-            name = next(name for name, candidate in left.items() if candidate.shape == ref.shape)
-            del left[name]
+            name = next(name for name, candidate in remaining.items() if candidate.shape == ref.shape)
+            del remaining[name]
             fragment = file.fragment(ref, state)
             yield name, single_piece(name, fragment)
     except (*DAMAGE, StopIteration):

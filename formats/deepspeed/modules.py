@@ -79,11 +79,13 @@ def require_files(tag: Path, slots: Iterable[Slot], files: Collection[str], laye
     Raises:
         SourceError: a file is missing.
     """
-    if lost := sorted({slot.place.file for slot in slots}.difference(files)):
+    if missing := sorted({slot.place.file for slot in slots}.difference(files)):
         numbers = sorted({int(name[1]) for file in files if (name := saved_names.LAYER.fullmatch(file))})
-        there = f", of a model of {layers} layers: the files there are number {ranges(numbers)}" if numbers else ""
+        numbers_note = (
+            f", of a model of {layers} layers: the files there are number {ranges(numbers)}" if numbers else ""
+        )
         hint = "copy the files of all ranks into one folder; if all are there, num_layers is that of another model"
-        raise SourceError(f"{tag} lacks {some(lost, 4)}{there}", hint)
+        raise SourceError(f"{tag} lacks {some(missing, 4)}{numbers_note}", hint)
 
 
 def tensors(

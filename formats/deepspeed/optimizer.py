@@ -87,11 +87,11 @@ def _require_kept(where: Path, groups: Mapping[Any, AnyGroup], states: Collectio
         UnsupportedError: there are more states, such as the zeros of DeepSpeed's Lion on CPUs (ops/lion/cpu_lion.py),
             or fewer.
     """
-    there, kinds = [state for state in CARRIED if state in states and state != "fp32"], {*map(type, groups.values())}
+    carried, kinds = [state for state in CARRIED if state in states and state != "fp32"], {*map(type, groups.values())}
     known = [state for state in CARRIED if any(state in MOMENTS[kind] for kind in kinds)]
-    if there != known:
+    if carried != known:
         raise UnsupportedError(
-            f"{where} keeps {' and '.join(there)}, and the settings of its optimizer are those of "
+            f"{where} keeps {' and '.join(carried)}, and the settings of its optimizer are those of "
             f"{' and '.join(sorted(NAMES[kind] for kind in kinds))}, which is carried with {' and '.join(known)}",
             "convert zero2universal keeps all that there is",
         )
@@ -119,9 +119,9 @@ def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
         UnsupportedError: groups of parameters have made different numbers of steps.
     """
     lion = STATES[2] not in required_states((group for partition in partitions for group in partition.settings), ())
-    made, skipped = model.get(COUNTER), model.get("skipped_steps") or 0
-    if lion and not any(partition.steps for partition in partitions) and type(made) is type(skipped) is int:
-        return made - skipped
+    iterations, skipped = model.get(COUNTER), model.get("skipped_steps") or 0
+    if lion and not any(partition.steps for partition in partitions) and type(iterations) is type(skipped) is int:
+        return iterations - skipped
     for partition in partitions:
         if len(partition.steps) < sum(flat is not None for flat in partition.groups["exp_avg"]):
             raise SourceError(f"{partition.path} does not say how many steps its optimizer has made")
@@ -179,14 +179,14 @@ def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collectio
     return next((step for step in made if step is not None), 0.0), owners
 
 
-def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[int, AnyGroup]:
+def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], state_names: Iterable[str]) -> dict[int, AnyGroup]:
     """Return the settings of each flat group, by its number.
 
     Raises:
         SourceError: a parameter group is in an unknown form.
         UnsupportedError: the optimizer is neither Adam nor Lion nor Muon.
     """
-    zero_partitions.require_known(path, kept)
+    zero_partitions.require_known(path, state_names)
     by_number: dict[int, AnyGroup] = {}
     for group in settings:
         members = group.get("params")

@@ -114,21 +114,21 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) 
     if not paths:
         raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", _without_states(folder))
     partitions = {rank: _partition(read_torch(path), states) for rank, path in paths.items()}
-    wanted = max([max(paths) + 1, *(n for partition in partitions.values() for n in partition.ranks)])
-    if wanted > deepspeed.MOST_RANKS:
-        raise SourceError(f"{folder} claims {wanted} data parallel ranks", "a file is damaged, or has another's name")
-    lost = sorted(set(range(wanted)) - set(paths))
-    if lost:
-        names = some(list(map(str, lost)), 8)
+    count = max([max(paths) + 1, *(n for partition in partitions.values() for n in partition.ranks)])
+    if count > deepspeed.MOST_RANKS:
+        raise SourceError(f"{folder} claims {count} data parallel ranks", "a file is damaged, or has another's name")
+    missing = sorted(set(range(count)) - set(paths))
+    if missing:
+        names = some(list(map(str, missing)), 8)
         raise SourceError(
-            f"{folder} lacks the optimizer states of data parallel ranks {names} of {wanted} for mp_rank_{mp:02d}",
+            f"{folder} lacks the optimizer states of data parallel ranks {names} of {count} for mp_rank_{mp:02d}",
             _without_states(folder),
         )
     require_same_save(list(partitions.values()))
     for partition in partitions.values():
-        if {n for n in partition.ranks if n != wanted}:
+        if {n for n in partition.ranks if n != count}:
             raise SourceError(
-                f"{partition.path} belongs to {min(partition.ranks)} data parallel ranks, {wanted} are there: "
+                f"{partition.path} belongs to {min(partition.ranks)} data parallel ranks, {count} are there: "
                 "files of another run",
                 "remove those that are older than the others",
             )
@@ -190,11 +190,11 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
         for number, value in moments["state"].items()
         if isinstance(value, Mapping)
     }
-    said = tuple(
+    parsed = tuple(
         {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()}
         for group in moments["param_groups"]
     )
-    settings = tuple(muon.as_torch(group, str(file.path)) for group in said)
+    settings = tuple(muon.as_torch(group, str(file.path)) for group in parsed)
     inner = [value for _, value in sorted(by_group.items())]
     of_muon = {member for group in settings if kind_of(group) is Muon for member in group["params"]}
     for member in of_muon:
@@ -233,7 +233,7 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
         raise SourceError(f"{file.path} holds {groups_of}")
     kept -= {MOMENTUM} if of_muon else set()
     by_matrix = "zero_stage" in optimizer and stage < 3
-    return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept, said, by_matrix)
+    return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept, parsed, by_matrix)
 
 
 def require_trained(partitions: Sequence[Partition]) -> None:

@@ -16,9 +16,11 @@ from formats.torch_files.pickle_values import TensorRef
 
 def steps_in(file: TorchFile) -> frozenset[float]:
     """The step counts in a file of optimizer states; empty if the optimizer is stored in another way."""
-    kept = file.value.get("optimizer_state_dict") if isinstance(file.value, Mapping) else None
+    states = file.value.get("optimizer_state_dict") if isinstance(file.value, Mapping) else None
     inner = (
-        (kept.get("base_optimizer_state") or kept.get("optimizer_state_dict")) if isinstance(kept, Mapping) else None
+        (states.get("base_optimizer_state") or states.get("optimizer_state_dict"))
+        if isinstance(states, Mapping)
+        else None
     )
     state = inner.get("state") if isinstance(inner, Mapping) else None
     each = [moments["step"] for moments in state.values() if "step" in moments] if isinstance(state, Mapping) else []
@@ -49,13 +51,13 @@ def require_one_step(
     Raises:
         SourceError: the counts differ, and this was not accepted.
     """
-    made, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
-    if type(made) is not int or type(skipped) is not int:
+    iterations, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
+    if type(iterations) is not int or type(skipped) is not int:
         return []
-    if not steps or made - skipped in steps:
+    if not steps or iterations - skipped in steps:
         return []
     counted = " and ".join(f"{step:g}" for step in sorted(steps))
-    difference = f"{path} has made {counted} steps, {model.path} counts {made}" + (
+    difference = f"{path} has made {counted} steps, {model.path} counts {iterations}" + (
         f", {skipped} of them skipped" if skipped else ""
     )
     if STEPS in accept:
@@ -86,7 +88,7 @@ def steps_made(file: TorchFile, value: Any) -> float:
     Raises:
         SourceError: the value is no whole number, or negative.
     """
-    if not isinstance(value, int | float | TensorRef) or not (made := number(file, value)) >= 0 or made % 1:
+    if not isinstance(value, int | float | TensorRef) or not (steps := number(file, value)) >= 0 or steps % 1:
         count_text = short(value if isinstance(value, str) else number(file, value))
         raise SourceError(f"{file.path} says that its optimizer has made {count_text} steps", "the file is damaged")
-    return made
+    return steps

@@ -295,11 +295,11 @@ def require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] |
         model.get("buffer_names"),
         *(marked.values() if isinstance(marked, dict) else ()),
     ]
-    wanted = {unwrapped(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
-    if lost := sorted(wanted.difference(keys) if slots is None else lacking(slots, keys)):
+    parameters = {unwrapped(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
+    if missing := sorted(parameters.difference(keys) if slots is None else lacking(slots, keys)):
         raise SourceError(
             f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
-            f"{some(lost, 8)}",
+            f"{some(missing, 8)}",
             "convert the checkpoint that it was made of: convert zero2hf",
         )
 

@@ -71,14 +71,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     modules = model_files.module(first)
     third = bool(saved_names.MODEL_OF_STAGE_3.fullmatch(first.path.name))
     bare = third or (whole and all(fragment.shape == (0,) for fragment in modules.values()))
-    wanted = settings.weights or ("fp32-master" if bare else "module")
-    state = WEIGHTS[wanted]
-    if wanted == "module" and bare:
+    source = settings.weights or ("fp32-master" if bare else "module")
+    state = WEIGHTS[source]
+    if source == "module" and bare:
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "add --weights fp32-master")
     notes = require_one_step(first, *_steps(tag, settings.accept), settings.accept)
     notes += model_files.left_out(first)
-    if wanted == "module":
+    if source == "module":
         tensors = dict(_module(first, modules))
     elif whole:
         tensors = dict(_of_universal(tag, first, modules, state))
@@ -93,10 +93,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     shapes, config = {key: tensors[name].shape for key, name in keys.items()}, part.config or None
     spec = _spec(shapes, part.config, assets, settings)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
-    if whole and wanted != "module" and not unnamed:
+    if whole and source != "module" and not unnamed:
         universal.require_trained(tag, first.value, slots if isinstance(spec, ModelSpec) else None, keys)
     placed, pieces, dropped = match_pieces(slots, {key: tensors[name] for key, name in keys.items()}, drops, tag)
-    twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not bare else ()
+    twins = _twins(placed, keys, modules) if source == "fp32-master" and not bare else ()
     if settings.weights is None and bare and settings.adapter is None:
         notes.append(model_files.no_module({tensor.fragment.dtype for tensor in placed}))
     topology = {"dp": first.value.get("dp_world_size", 1)}
@@ -303,8 +303,8 @@ def _of_some(slots: Sequence[Slot], keys: Mapping[str, str], where: Path) -> tup
     for slot in slots:
         parts[not keys.keys().isdisjoint(slot.keys)].append(slot)
     some_of, others = ({name for slot in part for name in slot.rule.pattern.tensors} for part in parts.values())
-    if both := sorted(some_of & others):
-        raise UnsupportedError(f"{where} trains {both[0]} with Muon in some layers, and not in others")
+    if shared := sorted(some_of & others):
+        raise UnsupportedError(f"{where} trains {shared[0]} with Muon in some layers, and not in others")
     return parts[True], frozenset(others)
 
 

@@ -104,7 +104,7 @@ def arrays(store: Store, names: Iterable[str]) -> Mapping[str, Array]:
         UnsupportedError: tensorstore is not installed.
     """
     pending = {name: _open(store, name) for name in names}
-    found = dict[str, Array]()
+    arrays = dict[str, Array]()
     for name, future in pending.items():
         try:
             opened = future.result()
@@ -114,8 +114,8 @@ def arrays(store: Store, names: Iterable[str]) -> Mapping[str, Array]:
         parts = zip(chunk, shape, strict=False)
         if len(chunk) != len(shape) or not all(0 < part <= max(size, 1) for part, size in parts):
             raise SourceError(f"{store.folder}: {name} {list(shape)} has chunks of {list(chunk)}, no part of it")
-        found[name] = Array(shape, chunk, opened.dtype.name)
-    return found
+        arrays[name] = Array(shape, chunk, opened.dtype.name)
+    return arrays
 
 
 def decoded(chunk: Chunk) -> NDArray[Any]:
@@ -173,5 +173,5 @@ def _tensorstore(folder: Path) -> Any:
 
 def _damage(store: Store, name: str, error: ValueError) -> SourceError:
     """Return the error for a damaged array, with tensorstore's message without the specification that it repeats."""
-    said = str(error).split(" [", maxsplit=1)[0]
-    return SourceError(f"{store.folder} holds no sound array {name}: {said}", "was a file not copied, or cut off?")
+    message = str(error).split(" [", maxsplit=1)[0]
+    return SourceError(f"{store.folder} holds no sound array {name}: {message}", "was a file not copied, or cut off?")

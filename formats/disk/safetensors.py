@@ -175,12 +175,12 @@ def file_size(path: Path) -> int:
         SourceError: the file does not exist, or is not a regular file.
     """
     try:
-        about = path.stat()
+        status = path.stat()
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
-    if not stat.S_ISREG(about.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise SourceError(f"{path} is not a regular file")
-    return about.st_size
+    return status.st_size
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------

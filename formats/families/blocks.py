@@ -128,6 +128,14 @@ model.layers.{layer}.mlp.shared_experts.down_proj.weight     shared_down: hidden
 """
 """The shared experts, as one MLP."""
 
+GATED_SHARED_EXPERT = """
+model.layers.{layer}.mlp.shared_expert.gate_proj.weight     shared_gate: shared_ffn hidden    sparse
+model.layers.{layer}.mlp.shared_expert.up_proj.weight       shared_up: shared_ffn hidden      sparse
+model.layers.{layer}.mlp.shared_expert.down_proj.weight     shared_down: hidden shared_ffn    sparse
+model.layers.{layer}.mlp.shared_expert_gate.weight          shared_router: () hidden          sparse
+"""
+"""A shared expert, whose output a gate scales, in Qwen2-MoE and its descendants."""
+
 MIXTURE = DENSE_MLP + EXPERTS + BIASED_ROUTER + SHARED_EXPERTS
 """MLP, experts, router and shared experts, in the order of DeepSeek-V3."""
 
@@ -248,3 +256,6 @@ EXPERT_KEYS = {
     "router_top_groups": "topk_group",
 }
 """Setting of a mixture of experts: its config key, as in DeepSeek-V3."""
+
+ROUTER_DEFAULTS = {"router_normalized": True, "router_scale": 1.0, "router_groups": 1, "router_top_groups": 1}
+"""Setting of such a router: the default of most classes."""

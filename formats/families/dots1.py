@@ -3,7 +3,7 @@
 Facts: transformers models/dots1/modeling_dots1.py and conversion_mapping.py, 5.23.0.
 """
 
-from formats.families.blocks import ATTENTION, EXPERT_KEYS, HEAD, MIXTURE, NORMS, QK_NORMS
+from formats.families.blocks import ATTENTION, EXPERT_KEYS, HEAD, MIXTURE, NORMS, QK_NORMS, ROUTER_DEFAULTS
 from formats.families.family import Family
 
 TABLE = ATTENTION + QK_NORMS + MIXTURE + NORMS + HEAD
@@ -21,10 +21,8 @@ FAMILY = Family(
     },
     defaults={
         "expert_ffn": 1408,
+        **ROUTER_DEFAULTS,
         "router_normalized": False,
-        "router_scale": 1.0,
-        "router_groups": 1,
-        "router_top_groups": 1,
     },
     router="sigmoid",
     window_default=4096,

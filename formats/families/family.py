@@ -171,7 +171,7 @@ class Family:
             "sigmoid": self.router == "sigmoid",
             "index_pairs": self.requires.get("indexer_rope_interleave", False),
         }
-        return frozenset(traits | {trait for trait, there in others.items() if there})
+        return frozenset(traits | {trait for trait, holds in others.items() if holds})
 
     def bias_choices(self) -> Iterator[tuple[str, ...]]:
         """Every combination of the conditions of layout that config keys can turn on."""

@@ -6,7 +6,7 @@ output projection.
 """
 
 from formats.families import dots1
-from formats.families.blocks import HEAD, MIXTURE, NORMS, OPTIONAL_QKV_BIASES, QK_NORMS, SECOND, second
+from formats.families.blocks import HEAD, MIXTURE, NORMS, OPTIONAL_QKV_BIASES, QK_NORMS, ROUTER_DEFAULTS, SECOND, second
 from formats.families.family import Family
 
 BLOCK = OPTIONAL_QKV_BIASES + QK_NORMS + MIXTURE + NORMS
@@ -28,10 +28,7 @@ FAMILY = Family(
         "expert_ffn": 1408,
         "shared_ffn": 1,
         "dense_layers": 1,
-        "router_normalized": True,
-        "router_scale": 1.0,
-        "router_groups": 1,
-        "router_top_groups": 1,
+        **ROUTER_DEFAULTS,
     },
     router="sigmoid",
 )

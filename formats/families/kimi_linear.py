@@ -7,7 +7,7 @@ saves; transformers reads both. The class never ties the head (`_tied_weights_ke
 """
 
 from formats.families import deepseek_v3
-from formats.families.blocks import EMBEDDING, HEAD, NORMS, among
+from formats.families.blocks import EMBEDDING, HEAD, NORMS, ROUTER_DEFAULTS, among
 from formats.families.deepseek_v2 import LATENT
 from formats.families.family import Family
 
@@ -102,10 +102,8 @@ FAMILY = Family(
         "expert_ffn": 1024,
         "shared_ffn": 1,
         "dense_layers": 1,
-        "router_normalized": True,
+        **ROUTER_DEFAULTS,
         "router_scale": 2.446,
-        "router_groups": 1,
-        "router_top_groups": 1,
     },
     only_here="megatron-core has no linear attention that forgets channel by channel (KDA)",
     router="sigmoid",

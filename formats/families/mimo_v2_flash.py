@@ -14,6 +14,7 @@ from formats.families.blocks import (
     HEAD,
     NORMS,
     OPTIONAL_QKVO,
+    ROUTER_DEFAULTS,
 )
 from formats.families.family import Family
 
@@ -55,10 +56,7 @@ FAMILY = Family(
         "top_k": 8,
         "expert_ffn": 2048,
         "dense_layers": 1,
-        "router_normalized": True,
-        "router_scale": 1.0,
-        "router_groups": 1,
-        "router_top_groups": 1,
+        **ROUTER_DEFAULTS,
     },
     biases={"attention_bias": ("qkv_bias", False)},
     own={"attention_value_scale": 0.707, "sliding_window_size": None, "rope_parameters": None},

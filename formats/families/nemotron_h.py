@@ -7,6 +7,7 @@ shared experts.
 from dataclasses import replace
 
 from formats.families import nemotron_h_dense as dense
+from formats.families.blocks import ROUTER_DEFAULTS
 from formats.families.nemotron_h_dense import COMMON, DEFAULTS, FINAL, HEAD, KEYS, in_both_namings
 
 EXPERTS = """
@@ -53,10 +54,7 @@ FAMILY = replace(
         "top_k": 2,
         "expert_ffn": 7688,
         "shared_ffn": 7688,
-        "router_normalized": True,
-        "router_scale": 1.0,
-        "router_groups": 1,
-        "router_top_groups": 1,
+        **ROUTER_DEFAULTS,
     },
     nulls=("moe_latent_size",),
     router="sigmoid",

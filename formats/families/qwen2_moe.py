@@ -4,16 +4,10 @@ Facts: transformers models/qwen2_moe/modeling_qwen2_moe.py and conversion_mappin
 a layer in memory.
 """
 
-from formats.families.blocks import BIASED_ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER
+from formats.families.blocks import BIASED_ATTENTION, DENSE_MLP, EXPERTS, GATED_SHARED_EXPERT, HEAD, NORMS, ROUTER
 from formats.families.family import Family
 
-SHARED = """
-model.layers.{layer}.mlp.shared_expert.gate_proj.weight        shared_gate: shared_ffn hidden          sparse
-model.layers.{layer}.mlp.shared_expert.up_proj.weight          shared_up: shared_ffn hidden            sparse
-model.layers.{layer}.mlp.shared_expert.down_proj.weight        shared_down: hidden shared_ffn          sparse
-model.layers.{layer}.mlp.shared_expert_gate.weight             shared_router: () hidden                sparse
-"""
-TABLE = BIASED_ATTENTION + DENSE_MLP + ROUTER + EXPERTS + SHARED + NORMS + HEAD
+TABLE = BIASED_ATTENTION + DENSE_MLP + ROUTER + EXPERTS + GATED_SHARED_EXPERT + NORMS + HEAD
 
 FAMILY = Family(
     name="qwen2_moe",

@@ -5,7 +5,7 @@ ordered by key head (`fix_query_key_value_ordering`), those of `q_proj` have the
 weights of all norms are stored minus 1, except for that of linear attention; the first quarter of each head rotates.
 """
 
-from formats.families.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, NORMS, ROUTER, second
+from formats.families.blocks import DENSE_MLP, EMBEDDING, EXPERTS, GATED_SHARED_EXPERT, HEAD, NORMS, ROUTER, second
 from formats.families.family import Family
 
 LINEAR_INPUTS = """
@@ -29,12 +29,6 @@ model.layers.{layer}.self_attn.o_proj.weight      output: hidden (group head dim
 model.layers.{layer}.self_attn.q_norm.weight      query_norm: (half pair)    attention
 model.layers.{layer}.self_attn.k_norm.weight      key_norm: (half pair)    attention
 """
-SHARED = """
-model.layers.{layer}.mlp.shared_expert.gate_proj.weight        shared_gate: shared_ffn hidden          sparse
-model.layers.{layer}.mlp.shared_expert.up_proj.weight          shared_up: shared_ffn hidden            sparse
-model.layers.{layer}.mlp.shared_expert.down_proj.weight        shared_down: hidden shared_ffn          sparse
-model.layers.{layer}.mlp.shared_expert_gate.weight             shared_router: () hidden                sparse
-"""
 JOIN = """
 mtp.fc.weight                       mtp_join: hidden joined         mtp
 mtp.pre_fc_norm_embedding.weight    mtp_embedding_norm: hidden      mtp
@@ -43,7 +37,7 @@ mtp.norm.weight                     mtp_final_norm: hidden          mtp
 """
 """The tensors around the block of the layer that predicts a second token (MTP), which has attention."""
 MTP = "mtp.layers.{depth}."
-MIXTURE = ROUTER + EXPERTS + SHARED
+MIXTURE = ROUTER + EXPERTS + GATED_SHARED_EXPERT
 LINEAR = LINEAR_STATE + LINEAR_INPUTS + LINEAR_OUTPUT
 BLOCK = GATED_ATTENTION + DENSE_MLP + MIXTURE + NORMS
 TABLE = EMBEDDING + LINEAR + BLOCK + HEAD + JOIN + second(BLOCK, MTP)

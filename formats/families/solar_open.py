@@ -5,7 +5,7 @@ no effect, and its class has no such key.
 """
 
 from formats.families import dots1
-from formats.families.blocks import ATTENTION, BIASED_ROUTER, EXPERTS, HEAD, NORMS, SHARED_EXPERTS
+from formats.families.blocks import ATTENTION, BIASED_ROUTER, EXPERTS, HEAD, NORMS, ROUTER_DEFAULTS, SHARED_EXPERTS
 from formats.families.family import Family
 
 TABLE = ATTENTION + EXPERTS + BIASED_ROUTER + SHARED_EXPERTS + NORMS + HEAD
@@ -27,10 +27,7 @@ FAMILY = Family(
         "expert_ffn": 1280,
         "ffn": 1280,
         "shared_ffn": 1,
-        "router_normalized": True,
-        "router_scale": 1.0,
-        "router_groups": 1,
-        "router_top_groups": 1,
+        **ROUTER_DEFAULTS,
     },
     router="sigmoid",
 )

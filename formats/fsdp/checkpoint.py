@@ -89,7 +89,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         return contents(path, listing)
 
     assets = nearby_config.config_folder(path, folder, settings, known)
-    config, left, notes = huggingface.read_config(assets) if assets else None, None, tuple[str, ...]()
+    config, uncovered, notes = huggingface.read_config(assets) if assets else None, None, tuple[str, ...]()
     spec: Spec
     if assets is None or config is None:
         spec = olmo_core.spec_of(next(nearby_config.configs(path, folder)), settings, known)
@@ -100,22 +100,22 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tensors, dropped = _read_tensors(path, listing, settings)
         part = language_model.select(config, tensors, settings, str(assets / "config.json"))
         spec, tensors = _spec_and_tensors(part.of(tensors), part.config, assets, settings)
-        config, left, notes = part.config, part.left, part.notes
+        config, uncovered, notes = part.config, part.left, part.notes
     trainer = native.trainer_of(tensors)
-    wanted = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
+    slots = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
     own = olmo_core.own_config(nearby_config.configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
     if own and isinstance(spec, ModelSpec):
         olmo_core.require_same(own, settings, spec)
-    biases = native.biases(wanted, tensors, spec, settings.accept, path)
+    biases = native.biases(slots, tensors, spec, settings.accept, path)
     drops = (*huggingface.drops(spec, tensors, settings), *native.DROPS, *map(re.escape, biases))
-    _, pieces, without_weights = match_pieces(wanted, tensors, drops, path)
+    _, pieces, without_weights = match_pieces(slots, tensors, drops, path)
     if isinstance(spec, Verbatim):
         _require_rows(tensors, spec, path)
     ranks = {"ranks": len(files_of(pieces))}
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     return Checkpoint(
         path, folder, NAME, spec, pieces, (*dropped, *without_weights), listing.files, ranks, assets, config=config,
-        unbounded=unbounded, left=left, notes=notes,
+        unbounded=unbounded, left=uncovered, notes=notes,
     )  # fmt: skip
 
 
@@ -151,9 +151,9 @@ def _read_flat(
 def _read_tensors(path: Path, listing: Listing, settings: Settings) -> tuple[dict[str, Scattered], list[str]]:
     """The tensors of the model by key, without the names of wrappers; and the names of all other tensors."""
     keys = _keys(path, listing, settings)
-    wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in native.DROPS)]
-    numbers = {keys[key] for key in wanted}
-    tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
+    read_keys = [key for key in keys if not any(re.fullmatch(drop, key) for drop in native.DROPS)]
+    numbers = {keys[key] for key in read_keys}
+    tensors = dict(zip(read_keys, listing.load([keys[key] for key in read_keys]), strict=True))
     return tensors, [".".join(names) for number, names in enumerate(listing.paths) if number not in numbers]
 
 
@@ -285,15 +285,15 @@ def write(
         optimizer: the moments, step and groups to write beside the weights, which are its FP32 master weights.
         trainer: the trainer whose own tensor names and prefix are used; None for the names of Hugging Face.
     """
-    wanted = _native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, memory=True)
+    slots = _native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, memory=True)
     container = native.TRAINERS[trainer].container if trainer else (dcp_writer.CONTAINER,)
     paths: dict[str, dcp_writer.Keys] = {
-        ".".join((*container, slot.keys[0])): (*container, slot.keys[0]) for slot in wanted
+        ".".join((*container, slot.keys[0])): (*container, slot.keys[0]) for slot in slots
     }
-    stored = [dcp_writer.whole_slot(slot, name) for slot, name in zip(wanted, paths, strict=True)]
+    stored = [dcp_writer.whole_slot(slot, name) for slot, name in zip(slots, paths, strict=True)]
     settings: dict[dcp_writer.Keys, bytes | Small] = {}
     if optimizer is not None:
-        trained = [slot for slot in wanted if not (slot.replica or UNTRAINED.intersection(slot.rule.pattern.tensors))]
+        trained = [slot for slot in slots if not (slot.replica or UNTRAINED.intersection(slot.rule.pattern.tensors))]
         for slot in trained:
             for state, of in optimizer.dtypes.items():
                 if not optimizer.has(state, slot):

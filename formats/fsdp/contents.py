@@ -87,7 +87,7 @@ def _dcp(folder: Path, settings: Settings) -> Listing:
     containers = [settings.container] if settings.container is not None else _starts(entries)
     paths = [entry.path or _split(entry.name, containers) for entry in entries]
     files = dcp.metadata_files(folder) + sorted({path for entry in entries for path in entry.items.files})
-    return Listing(paths, lambda wanted: dcp.load([entries[i] for i in wanted]), tuple(files))
+    return Listing(paths, lambda indices: dcp.load([entries[i] for i in indices]), tuple(files))
 
 
 def _starts(entries: Sequence[dcp.Entry]) -> list[str]:
@@ -115,12 +115,12 @@ def _shards(folder: Path, _: Settings) -> Listing:
     files = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
     numbered = [tuple(map(int, parts.groups())) for path in files if (parts := SHARD.fullmatch(path.name))]
     ranks = {rank for rank, _, _ in numbered}
-    lost = sorted(set(range(1, max(ranks) + 1)) - ranks)
-    if lost or len({count for _, _, count in numbered}) > 1:
-        raise SourceError(f"{folder} lacks the files of shard {', '.join(map(str, lost))} of {max(ranks)} or more")
+    missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
+    if missing or len({count for _, _, count in numbered}) > 1:
+        raise SourceError(f"{folder} lacks the files of shard {', '.join(map(str, missing))} of {max(ranks)} or more")
     numbers, (count,) = {number for _, number, _ in numbered}, {count for _, _, count in numbered}
-    if lost := sorted(set(range(1, count + 1)) - numbers):
-        raise SourceError(f"{folder} lacks files model-{lost[0]:05d}-of-{count:05d} of all of its shards")
+    if missing := sorted(set(range(1, count + 1)) - numbers):
+        raise SourceError(f"{folder} lacks files model-{missing[0]:05d}-of-{count:05d} of all of its shards")
     pieces: dict[str, list[tuple[tuple[int, ...], Fragment]]] = {}
     for file in files:
         tensors, metadata = read_safetensors(file)
@@ -135,8 +135,8 @@ def _shards(folder: Path, _: Settings) -> Listing:
             raise SourceError(f"{file} does not say which parts of its tensors it holds") from None
     keys = list(pieces)
 
-    def load(wanted: Sequence[int]) -> Iterable[Scattered]:
-        for key in (keys[i] for i in wanted):
+    def load(indices: Sequence[int]) -> Iterable[Scattered]:
+        for key in (keys[i] for i in indices):
             ends = [[low + n for low, n in zip(start, shard.shape, strict=True)] for start, shard in pieces[key]]
             shape = tuple(map(max, zip(*ends, strict=True)))
             parts = [
@@ -151,15 +151,15 @@ def _shards(folder: Path, _: Settings) -> Listing:
 def _dumps(folder: Path, _: Settings) -> Listing:
     files = rank_dumps.open_ranks(folder)
     paths = list(dict.fromkeys(path for file in files.values() for path, _ in rank_dumps.leaves(file.value)))
-    listed = tuple(file.path for file in files.values())
+    file_paths = tuple(file.path for file in files.values())
     flat = files if rank_dumps.is_flat(paths) else None
-    return Listing(paths, lambda wanted: rank_dumps.load(files, [paths[i] for i in wanted]), listed, flat)
+    return Listing(paths, lambda indices: rank_dumps.load(files, [paths[i] for i in indices]), file_paths, flat)
 
 
 def _full(folder: Path, _: Settings) -> Listing:
     files = {0: read_torch(folder / FULL)}
     paths = [path for path, _ in rank_dumps.leaves(files[0].value)]
-    return Listing(paths, lambda wanted: rank_dumps.load(files, [paths[i] for i in wanted]), (folder / FULL,))
+    return Listing(paths, lambda indices: rank_dumps.load(files, [paths[i] for i in indices]), (folder / FULL,))
 
 
 def _consolidated(folder: Path, _: Settings) -> Listing:
@@ -168,5 +168,5 @@ def _consolidated(folder: Path, _: Settings) -> Listing:
     keys = list(tensors)
     files = tuple(sorted({fragment.path for fragment in tensors.values()}))
     return Listing(
-        [(key,) for key in keys], lambda wanted: (single_piece(keys[i], tensors[keys[i]]) for i in wanted), files
+        [(key,) for key in keys], lambda indices: (single_piece(keys[i], tensors[keys[i]]) for i in indices), files
     )

@@ -15,14 +15,14 @@ from typing import Any
 
 from formats.checkpoint import Settings
 from formats.disk.json_file import read_json
-from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface.layers import FULL, SLIDING
 from formats.huggingface.rope import LOCAL
-from formats.model.checks import checked
+from formats.model.checks import checked, require_same_settings
 from formats.model.codec import Codec, Context, Spelled, read, rows
 from formats.model.settings import corrected
-from formats.model.spec import ModelSpec, differences
+from formats.model.spec import ModelSpec
 from formats.model.values import positive_float, positive_int, some_layers
 
 FAMILIES = ("olmo2", "olmo3")
@@ -37,11 +37,6 @@ EACH = "each layer"
 def _read(function: Callable[[Spelled, Context], Any]) -> Codec:
     """A codec that only reads."""
     return Codec(function, lambda *_: {})
-
-
-def _with_default(usual: Callable[[Context], Any]) -> Callable[[str], Codec]:
-    """The codec of a key with a default, which `usual` returns where the key is left out."""
-    return lambda key: _read(lambda spelled, context: spelled[key] if key in spelled else usual(context))
 
 
 def _same_under_all(*keys: str) -> Codec:
@@ -60,7 +55,7 @@ def _same_under_all(*keys: str) -> Codec:
     return _read(value)
 
 
-def _rotating(key: str) -> Codec:
+def _required(key: str) -> Codec:
     def value(spelled: Spelled, context: Context) -> Any:
         if key not in spelled:
             raise UnsupportedError(
@@ -129,28 +124,25 @@ SCALINGS: Mapping[str, Callable[[Spelled], dict[str, Any]]] = {
 
 TABLE = rows(
     f"""
-layers          model.n_layers
-hidden          model.d_model
-vocab           model.vocab_size
-tied            model.tie_word_embeddings    or false
-heads           {MIXER}.n_heads
-kv_heads        {MIXER}.n_kv_heads           or heads
-head_dim        {MIXER}.head_dim             or width
-ffn             model.block.feed_forward.hidden_size
-norm_epsilon    model.block.layer_norm.eps {MIXER}.qk_norm.eps model.lm_head.layer_norm.eps    alike
-rope_theta      {MIXER}.rope.theta           rotating
-rope_scaling    -                            scaling
-sliding_window  -                            window
-max_positions   train_module.max_sequence_length
+layers            model.n_layers
+hidden            model.d_model
+vocab             model.vocab_size
+tied              model.tie_word_embeddings    default false
+heads             {MIXER}.n_heads
+kv_heads          {MIXER}.n_kv_heads           default heads
+head_dim          {MIXER}.head_dim             default hidden / heads
+ffn               model.block.feed_forward.hidden_size
+norm_epsilon      model.block.layer_norm.eps {MIXER}.qk_norm.eps model.lm_head.layer_norm.eps  equal
+rope_theta        {MIXER}.rope.theta           required
+rope_scaling      -                            scaling of all layers
+sliding_window    -                            window of all layers
+max_positions     train_module.max_sequence_length
 """,
     {
-        "or false": _with_default(lambda _: False),
-        "or heads": _with_default(lambda context: context.values["heads"]),
-        "or width": _with_default(lambda context: _width(context.values)),
-        "alike": _same_under_all,
-        "rotating": _rotating,
-        "scaling": lambda: _read(_scaling),
-        "window": lambda: _read(_window),
+        "equal": _same_under_all,
+        "required": _required,
+        "scaling of all layers": lambda: _read(_scaling),
+        "window of all layers": lambda: _read(_window),
     },
 )
 NORMS = ("model.block.layer_norm", f"{MIXER}.qk_norm", "model.lm_head.layer_norm")
@@ -237,11 +229,7 @@ def require_same(path: Path, settings: Settings, base: ModelSpec) -> None:
     spec = checked(
         _values(path, settings) | {"max_positions": base.max_positions}, corrected(str(path), settings.values)
     )
-    if apart := differences(spec, _spelled_out(base)):
-        raise RefusedError(
-            f"{path} and the config contradict each other (OLMo-core | config): {'; '.join(apart)}",
-            "decide with --set NAME=VALUE, or give the right config with --config",
-        )
+    require_same_settings(spec, _spelled_out(base), f"{path} and the config", "OLMo-core | config")
 
 
 def _values(path: Path, settings: Settings) -> dict[str, Any]:
@@ -308,12 +296,6 @@ def _flat(value: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(inner, f"{outer}{key}.")
         elif inner is not None:
             yield f"{outer}{key}", inner
-
-
-def _width(values: Mapping[str, Any]) -> Any:
-    """The elements of a head; None where `hidden` or `heads` is no size, which the check of these reports."""
-    hidden, heads = values["hidden"], values["heads"]
-    return hidden // heads if type(hidden) is int and type(heads) is int and heads else None
 
 
 def _windows(context: Context) -> list[int | None]:

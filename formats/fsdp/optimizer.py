@@ -249,13 +249,13 @@ def _by_kind(optimizer: OptimizerEntries, trained: Iterable[Slot]) -> dict[type[
         slots[Muon if muon else others].setdefault(slot.keys, slot)
     of_kinds = (slots[Muon], slots[others])
     names = [{name for slot in each.values() for name in slot.rule.pattern.tensors} for each in of_kinds]
-    if both := sorted(set.intersection(*names)):
+    if shared := sorted(set.intersection(*names)):
         moments = optimizer.states["exp_avg"].keys()
-        lost = next((keys[0] for keys in slots[Group] if moments.isdisjoint(keys)), None)
-        if lost is not None:
-            raise SourceError(f"{optimizer.listing.where} has neither {MOMENTUM} nor exp_avg of {lost}", FROZEN)
+        parameter = next((keys[0] for keys in slots[Group] if moments.isdisjoint(keys)), None)
+        if parameter is not None:
+            raise SourceError(f"{optimizer.listing.where} has neither {MOMENTUM} nor exp_avg of {parameter}", FROZEN)
         raise UnsupportedError(
-            f"{optimizer.listing.where} trains {both[0]} with Muon in some layers, and not in others"
+            f"{optimizer.listing.where} trains {shared[0]} with Muon in some layers, and not in others"
         )
     return {kind: [*of.values()] for kind, of in slots.items()}
 
@@ -268,12 +268,14 @@ def _require_known(optimizer: OptimizerEntries) -> None:
             "is which",
             "convert the weights without --with-optimizer; only the training that saved it can resume with it",
         )
-    kept = {*optimizer.states}
-    kept -= {MOMENTUM} if "exp_avg" in kept else set()  # beside Muon an Adam trains the tensors that are no matrices
-    if others := sorted(kept - {*MOMENTS[Group], "step"}):
+    states = {*optimizer.states}
+    states -= (
+        {MOMENTUM} if "exp_avg" in states else set()
+    )  # beside Muon an Adam trains the tensors that are no matrices
+    if others := sorted(states - {*MOMENTS[Group], "step"}):
         raise UnsupportedError(
-            f"{where}: its optimizer{whose(kept)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}",
-            refusal_hint(kept),
+            f"{where}: its optimizer{whose(states)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}",
+            refusal_hint(states),
         )
     needed = MOMENTS[Lion if MOMENTUM not in optimizer.states else Group]
     if missing := [state for state in needed if state not in optimizer.states]:
@@ -306,13 +308,13 @@ def _step(optimizer: OptimizerEntries, keys: Collection[str], *, needed: bool) -
     for key in keys if needed or values else ():
         if key not in values:
             raise SourceError(f"{where} holds no step of {key}", FROZEN)
-        made = number_of(values[key], f"{where}: the step of {key}")
-        if made < 1 or made != int(made):
-            raise SourceError(f"{where}: {key} has made {made:g} steps", FROZEN)
-        steps.setdefault(int(made), key)
+        step = number_of(values[key], f"{where}: the step of {key}")
+        if step < 1 or step != int(step):
+            raise SourceError(f"{where}: {key} has made {step:g} steps", FROZEN)
+        steps.setdefault(int(step), key)
     if len(steps) > 1:
-        listed = " and ".join(f"{key} {number}" for number, key in list(steps.items())[:2])
-        raise UnsupportedError(f"{where}: its parameters have made different numbers of steps, {listed}")
+        examples = " and ".join(f"{key} {number}" for number, key in list(steps.items())[:2])
+        raise UnsupportedError(f"{where}: its parameters have made different numbers of steps, {examples}")
     return next(iter(steps), None)
 
 
@@ -355,15 +357,15 @@ def _groups(
     for name in sorted(
         settings, key=lambda member: int(member) if member.isdecimal() else order.get(unwrapped(member), -1)
     ):
-        about, where = {**unsaid, **settings[name]}, f"{listing.where}: group {name} of its optimizer"
-        group = group_of(about, where)
-        members = about["params"] if isinstance(about.get("params"), list) else [name]
+        param_group, where = {**unsaid, **settings[name]}, f"{listing.where}: group {name} of its optimizer"
+        group = group_of(param_group, where)
+        members = param_group["params"] if isinstance(param_group.get("params"), list) else [name]
         for key in (unwrapped(str(member)) for member in members):
             if key in groups:
                 raise SourceError(f"{listing.where}: {key} is in two groups of its optimizer")
             groups[key] = group
-    if settings and (lost := [key for key in keys if key not in groups]):
-        raise SourceError(f"{listing.where}: {lost[0]} is in no group of its optimizer")
-    if more := sorted(groups.keys() - set(model)):
-        raise SourceError(f"{listing.where}: the groups of its optimizer have {some(more, 4)}, its model has not")
+    if settings and (missing := [key for key in keys if key not in groups]):
+        raise SourceError(f"{listing.where}: {missing[0]} is in no group of its optimizer")
+    if extra := sorted(groups.keys() - set(model)):
+        raise SourceError(f"{listing.where}: the groups of its optimizer have {some(extra, 4)}, its model has not")
     return {key: group for key, group in groups.items() if key in keys}

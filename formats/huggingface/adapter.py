@@ -172,16 +172,16 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
     for name, what in ONLY.items():
         if config.get(name):
             raise UnsupportedError(f"{where} says {name} = {short(config[name])}: it {what}", PEFT_MERGES)
-    begun = config.get("init_lora_weights", True)
-    if begun not in UNCHANGED:
+    init = config.get("init_lora_weights", True)
+    if init not in UNCHANGED:
         raise UnsupportedError(
-            f"{where} says init_lora_weights = {short(begun)}, which changed the weights of its base when it began",
+            f"{where} says init_lora_weights = {short(init)}, which changed the weights of its base when it began",
             "save it with path_initial_model_for_weight_conversion of PEFT, which makes a plain LoRA of it",
         )
-    odd = [name for name, value in config.items() if value and name not in {*READ, *FREE, *ONLY}]
-    if odd:
+    unknown = [name for name, value in config.items() if value and name not in {*READ, *FREE, *ONLY}]
+    if unknown:
         raise UnsupportedError(
-            f"{where} says {odd[0]} = {short(config[odd[0]])}, which no PEFT up to 0.21 has", PEFT_MERGES
+            f"{where} says {unknown[0]} = {short(config[unknown[0]])}, which no PEFT up to 0.21 has", PEFT_MERGES
         )
     for name, value in ((name, config.get(name)) for name in NAMING):
         alone = isinstance(value, str | None) or (name == "layers_to_transform" and type(value) is int)
@@ -337,7 +337,7 @@ def missing(
     Raises:
         SourceError: the config has a pattern of names that is no regular expression.
     """
-    config, kept = adapter.config, adapter.config.get("modules_to_save") or ()
+    config, saved_modules = adapter.config, adapter.config.get("modules_to_save") or ()
     parameters, all_linear = config.get("target_parameters") or (), is_all_linear(config)
     try:
         lacking = [
@@ -349,7 +349,7 @@ def missing(
     except re.error as error:
         raise _no_pattern(adapter.root, "modules", error) from None
     for names in tensors:
-        is_kept = any(_is_inside(names[0], module) for module in kept)
+        is_kept = any(_is_inside(names[0], module) for module in saved_modules)
         if is_kept and adapter.whole.keys().isdisjoint(names):
             lacking.append(names[0])
         if any(f".{names[0]}".endswith(f".{name}") for name in parameters) and adapter.added.keys().isdisjoint(names):
@@ -384,7 +384,7 @@ def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> 
     named, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     if _is_named(module, excluded):
         return False
-    if any(re.match(rf"(^|.*\.){kept}($|\..*)", module) for kept in config.get("modules_to_save") or ()):
+    if any(re.match(rf"(^|.*\.){module_name}($|\..*)", module) for module_name in config.get("modules_to_save") or ()):
         return False
     if named is None or is_all_linear(config):
         return untold
@@ -418,7 +418,7 @@ def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path, *, only:
         SourceError: the adapter has such tensors.
     """
     known, named = {*keys}, str(adapter.config.get("base_model_name_or_path") or "")
-    if odd := sorted(adapter.keys(known) - known):
+    if unmatched := sorted(adapter.keys(known) - known):
         hint = f"it was trained on {short(named)}: is that the base?"
         if only:
             hint = (
@@ -427,4 +427,6 @@ def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path, *, only:
             )
         elif named and Path(named).resolve() == base.resolve():
             hint = f"it was trained on that base under names that are not known here: {PEFT_MERGES}"
-        raise SourceError(f"{adapter.root} has {len(odd)} tensors that {base} has not: {some(odd, 3)}", hint)
+        raise SourceError(
+            f"{adapter.root} has {len(unmatched)} tensors that {base} has not: {some(unmatched, 3)}", hint
+        )

@@ -158,7 +158,7 @@ def dequantized(fragments: Mapping[str, Fragment], scheme: Scheme) -> dict[str, 
     """
     stored = scheme.stored
     weights: dict[str, Fragment] = {}
-    told: dict[tuple[str, tuple[int, ...]], int] = {}
+    column_counts: dict[tuple[str, tuple[int, ...]], int] = {}
     for key, fragment in fragments.items():
         module, _, kind = key.rpartition(".")
         elements = fragments.get(f"{module}.{stored.elements}")
@@ -170,7 +170,7 @@ def dequantized(fragments: Mapping[str, Fragment], scheme: Scheme) -> dict[str, 
         elif kind == stored.elements and fragment.dtype == stored.dtype:
             if kind != "weight" and f"{module}.weight" in fragments:
                 raise SourceError(f"{fragment.path} holds {key}, and {module}.weight is there too")
-            weights[f"{module}.weight"] = _weight(fragments, module, fragment, scheme, told)
+            weights[f"{module}.weight"] = _weight(fragments, module, fragment, scheme, column_counts)
         elif not key.endswith(ACTIVATIONS):
             weights[key] = fragment
     return weights
@@ -181,11 +181,11 @@ def _weight(
     module: str,
     elements: Fragment,
     scheme: Scheme,
-    told: dict[tuple[str, tuple[int, ...]], int],
+    column_counts: dict[tuple[str, tuple[int, ...]], int],
 ) -> Fragment:
     """The BF16 matrix of a module: its quantized elements, with their scales.
 
-    `told` has the columns of the matrices before it, by kind of module and shape.
+    `column_counts` has the columns of the matrices before it, by kind of module and shape.
     """
     stored, key, name = scheme.stored, f"{module}.{scheme.stored.elements}", f"{module}.{SCALE}"
     if len(elements.shape) != 2:
@@ -194,15 +194,15 @@ def _weight(
     if stored.scales is None:
         require_floats(factors, name)
     rows, columns = elements.shape[0], elements.shape[1] * stored.per
-    stated = fragments.get(f"{module}.{SHAPE}")
-    if stated is not None and (stated.dtype not in INTEGERS or stated.shape != (2,)):
+    record = fragments.get(f"{module}.{SHAPE}")
+    if record is not None and (record.dtype not in INTEGERS or record.shape != (2,)):
         raise SourceError(
-            f"{stated.path}: {module}.{SHAPE} is {stated.dtype}{list(stated.shape)}, no number of rows and of columns"
+            f"{record.path}: {module}.{SHAPE} is {record.dtype}{list(record.shape)}, no number of rows and of columns"
         )
     kind = module.rpartition(".")[2], elements.shape
-    if stated is not None and kind not in told:  # of the others it is compared when they are read
-        told[kind] = _columns(stated, columns, stored.per)
-    shape = rows, columns if stated is None else told[kind]
+    if record is not None and kind not in column_counts:  # of the others it is compared when they are read
+        column_counts[kind] = _columns(record, columns, stored.per)
+    shape = rows, columns if record is None else column_counts[kind]
     high, wide = (size or max(whole, 1) for size, whole in zip(scheme.block, (rows, columns), strict=True))
     grid = (-(-rows // high), -(-columns // wide))
     if scheme.block != (None, None) or factors.shape not in ((), (1,)):
@@ -221,11 +221,11 @@ def _weight(
     strides, block = row_major((rows, columns)), (min(high, max(rows, 1)), min(wide, max(columns, 1)))
     if high == 1 and columns % wide == 0:  # the matrix as one row, with one row of scales: read with fewer calls
         rows, columns = 1, rows * columns
-    scales = Scales(stored.method, factors, block, rows, columns, name, whole, stated and (stated, shape, key))
+    scales = Scales(stored.method, factors, block, rows, columns, name, whole, record and (record, shape, key))
     return elements._replace(dtype="BF16", shape=shape, strides=strides, scales=scales)
 
 
-def _columns(stated: Fragment, columns: int, per: int) -> int:
+def _columns(record: Fragment, columns: int, per: int) -> int:
     """The columns that a file says, where its last word of a row can be in part padding; else those of all words."""
-    said = int.from_bytes(read_bytes(stated.path, stated.offset, stated.nbytes)[stated.nbytes // 2 :], "little")
-    return said if 0 <= columns - said < per else columns
+    recorded = int.from_bytes(read_bytes(record.path, record.offset, record.nbytes)[record.nbytes // 2 :], "little")
+    return recorded if 0 <= columns - recorded < per else columns

@@ -319,9 +319,9 @@ def _check_table(family: Family, path: Path) -> None:
                 where = ", ".join({*residual, *head, *kind})
                 raise UsageError(f"{path}: its table has {what}{twice[0]} twice ({where})")
         first = {JOIN} if part else {"embedding", *model_tensors(kind_rules, {*residual, *head, *kind})}
-        lost = first - set(names)
-        if lost:
-            raise UsageError(f"{path}: its table has no {min(lost)}, or an optional one alone")
+        missing = first - set(names)
+        if missing:
+            raise UsageError(f"{path}: its table has no {min(missing)}, or an optional one alone")
 
 
 # --- the settings ----------------------------------------------------------------------------------------------------

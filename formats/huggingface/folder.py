@@ -71,10 +71,10 @@ def has_only_pickles(path: Path) -> bool:
 
 def unread_pickles_note(path: Path) -> str:
     """A note on pickled weights that are not read, since safetensors files exist; empty if there are none."""
-    both = {kind: [name for name in names if (path / name).is_file()] for kind, names in KINDS.items()}
-    if not all(both.values()):
+    existing = {kind: [name for name in names if (path / name).is_file()] for kind, names in KINDS.items()}
+    if not all(existing.values()):
         return ""
-    safe, other = (names[0] for names in both.values())
+    safe, other = (names[0] for names in existing.values())
     return f"{path} holds {safe} and {other}: the first is read, as transformers does; they are not compared"
 
 
@@ -185,10 +185,10 @@ def read_files(path: Path) -> dict[str, Fragment]:
             if weight_map is not None and weight_map.get(key) != name:
                 raise SourceError(f"{path / name} holds {key}, which {index} places in {weight_map.get(key)}")
             fragments[key] = fragment
-    lost = [key for key in weight_map or {} if key not in fragments]
-    if weight_map and lost:
+    missing = [key for key in weight_map or {} if key not in fragments]
+    if weight_map and missing:
         raise SourceError(
-            f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {index} places there ({len(lost)} in all)"
+            f"{path / weight_map[missing[0]]} lacks {missing[0]}, which {index} places there ({len(missing)} in all)"
         )
     return {key: fragments[key] for key in weight_map or fragments}
 
@@ -220,8 +220,8 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
         settings: the user's settings.
     """
     stated, file = _user_settings(settings), str(folder / "config.json")
-    left = {*mtp.dropped_keys(shapes, settings)}
-    shapes = {key: shape for key, shape in shapes.items() if key not in left}
+    dropped = {*mtp.dropped_keys(shapes, settings)}
+    shapes = {key: shape for key, shape in shapes.items() if key not in dropped}
     if settings.verbatim:
         return untabled.describe(config, shapes, stated, "--verbatim")
     try:
@@ -314,14 +314,14 @@ def write(
             names other tensors than the model has.
         copies: keys of further copies of a tensor that are written; other copies are not.
     """
-    wanted = model_slots(spec)
-    own = {key for slot in wanted for key in slot.keys}  # `drops` may match a layer that is a weight of a deeper model
+    slots = model_slots(spec)
+    own = {key for slot in slots for key in slot.keys}  # `drops` may match a layer that is a weight of a deeper model
     weight_map: dict[str, str] = {
         key: name
         for key, name in (index["weight_map"] if index else {}).items()
         if key in own or not any(re.fullmatch(drop, key) for drop in drops(spec))
     }
-    by_key = {next((key for key in slot.keys if key in weight_map), slot.keys[0]): slot for slot in wanted}
+    by_key = {next((key for key in slot.keys if key in weight_map), slot.keys[0]): slot for slot in slots}
     by_key = {key: slot for key, slot in by_key.items() if not slot.replica or key in weight_map or key in copies}
     entries = {key: Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in by_key.items()}
     groups: dict[str, list[Entry]] = {}
@@ -330,13 +330,14 @@ def write(
             groups.setdefault(weight_map[key], []).append(entry)
     else:
         groups, index = _shard(list(entries.values()), shard_size), None
-    files = tuple(_file(root / name, group, by_key) for name, group in groups.items())
+    files = tuple(weights_file(root / name, group, by_key) for name, group in groups.items())
     buffers = sum(prod(slot.shape) for slot in by_key.values() if BUFFERS.intersection(slot.rule.pattern.tensors))
     texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups, index, buffers)}
     return Target(files, texts, {})
 
 
-def _file(path: Path, entries: Sequence[Entry], slots_by_key: Mapping[str, Slot]) -> OutputFile:
+def weights_file(path: Path, entries: Sequence[Entry], slots_by_key: Mapping[str, Slot]) -> OutputFile:
+    """A safetensors file with some tensors, in this order, each named as its slot's key."""
     header, offsets = safetensors_header(entries, {"format": "pt"})
     placed = tuple(
         Placed(

@@ -171,12 +171,12 @@ def select(config: dict[str, Any], keys: Iterable[str], settings: Settings, wher
         if new in names:
             raise SourceError(f"{new} of the language model is there twice: {names[new]} and {key}")
         names[new] = key
-    kept = set(names.values())
+    read_keys = set(names.values())
     headless = "lm_head.weight" not in names
     if headless and "tied" not in settings.values:
         _require_one_word(config, where)
     text_config, notes = _config(config, headless, where)
-    return Selection(text_config, names, tuple(key for key in every if key not in kept), notes)
+    return Selection(text_config, names, tuple(key for key in every if key not in read_keys), notes)
 
 
 def with_transposed_experts(
@@ -288,5 +288,5 @@ def _require_one_word(config: Mapping[str, Any], where: str) -> None:
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings of text alone, where the three positions of a token are equal."""
-    kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
-    return {key: "default" if value == "mrope" else value for key, value in kept.items()}
+    plain = {key: value for key, value in rope.items() if key not in OF_IMAGES}
+    return {key: "default" if value == "mrope" else value for key, value in plain.items()}

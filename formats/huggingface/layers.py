@@ -223,19 +223,19 @@ def _kinds(key: str, spelled: Spelled, context: Context) -> list[str]:
 
 
 def _kind(layer: int, context: Context) -> str:
-    listed = {name: context.values[name] or () for name in ("mlp_layers", "dense_layers", "state_layers")}
-    if layer in listed["mlp_layers"]:
-        return MOE if context.values["experts"] and layer not in listed["dense_layers"] else MLP
-    return LINEAR if layer in listed["state_layers"] else FULL
+    layers_of = {name: context.values[name] or () for name in ("mlp_layers", "dense_layers", "state_layers")}
+    if layer in layers_of["mlp_layers"]:
+        return MOE if context.values["experts"] and layer not in layers_of["dense_layers"] else MLP
+    return LINEAR if layer in layers_of["state_layers"] else FULL
 
 
-def of_kind(*wanted: str) -> Callable[[str], Codec]:
+def of_kind(*kinds_read: str) -> Callable[[str], Codec]:
     """The codec of the layers of some kinds, each a single block; without a kind, of the number of layers."""
 
     def of(key: str) -> Codec:
         def read(spelled: Spelled, context: Context) -> Any:
             kinds = _kinds(key, spelled, context)
-            return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted) if wanted else len(kinds)
+            return tuple(layer for layer, kind in enumerate(kinds) if kind in kinds_read) if kinds_read else len(kinds)
 
         def write(_: Any, context: Context) -> Spelled:
             kinds = [_kind(layer, context) for layer in _layers(context)]
@@ -299,8 +299,8 @@ def dense_layers_by_list(key: str, step: str) -> Codec:
     """The codec of the dense layers: a list of them, and the distance between the layers with experts."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        apart, dense = _step(step, spelled, context), _list(key, spelled, context) or ()
-        return tuple(layer for layer in _layers(context) if layer in dense or (layer + 1) % apart)
+        distance, dense = _step(step, spelled, context), _list(key, spelled, context) or ()
+        return tuple(layer for layer in _layers(context) if layer in dense or (layer + 1) % distance)
 
     return Codec(read, lambda dense, _: {key: list(dense), step: 1})
 
@@ -311,8 +311,8 @@ def sparse_layers_by_list(key: str, step: str) -> Codec:
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         sparse = _list(key, spelled, context)
         if sparse is None:
-            apart = _step(step, spelled, context)
-            return tuple(layer for layer in _layers(context) if (layer + 1) % apart)
+            distance = _step(step, spelled, context)
+            return tuple(layer for layer in _layers(context) if (layer + 1) % distance)
         return tuple(layer for layer in _layers(context) if layer not in sparse)
 
     return Codec(read, lambda dense, context: {key: [layer for layer in _layers(context) if layer not in dense]})
@@ -322,17 +322,17 @@ def sparse_layers_by_range(first: str, last: str, step: str) -> Codec:
     """The codec of the dense layers: the first and last layer with experts, and the distance between such layers."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        most, apart = len(_layers(context)) - 1, _step(step, spelled, context)
+        most, distance = len(_layers(context)) - 1, _step(step, spelled, context)
         low = _count(first, spelled, context, _default("dense_layers", context))
         high = most if spelled.get(last) == -1 else _count(last, spelled, context, most)
-        return tuple(layer for layer in _layers(context) if (layer + 1) % apart or not low <= layer <= high)
+        return tuple(layer for layer in _layers(context) if (layer + 1) % distance or not low <= layer <= high)
 
     def write(dense: Iterable[int], context: Context) -> Spelled:
         sparse = [layer for layer in _layers(context) if layer not in dense]
-        apart = sparse[1] - sparse[0] if len(sparse) > 1 else 1
-        if sparse != [layer for layer in range(sparse[0], sparse[-1] + 1) if not (layer + 1) % apart]:
+        distance = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+        if sparse != [layer for layer in range(sparse[0], sparse[-1] + 1) if not (layer + 1) % distance]:
             raise RefusedError(f"the layers with experts are {sparse}, the family has them at equal distances")
-        return {first: sparse[0], last: sparse[-1], step: apart}
+        return {first: sparse[0], last: sparse[-1], step: distance}
 
     return Codec(read, write)
 

@@ -98,10 +98,10 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
             _require_no_scales(fragments, config)
             return dict(fragments), ""
     count = sum(fragment.scales is not None for fragment in weights.values())
-    left = sum(
+    unread = sum(
         key.endswith((ACTIVATIONS, *compressed_tensors.ACTIVATIONS)) for key in fragments.keys() - weights.keys()
     )
-    without = f", without {left} scales of activations" if left else ""
+    without = f", without {unread} scales of activations" if unread else ""
     note = f"{count} tensors of {method} are read as BF16, {exact}{without}; --verbatim carries them as they are"
     return weights, note if count else f"config.json says that weights are {method}, and none of the files' is"
 

@@ -115,10 +115,10 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
         if not same:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     require_values(config, family, keys_read(family), where)
-    apart = {*family.own, *(key for row in rows_of(family, config) for names in row.keys for key in names)}
-    if config.get(BY_LAYER) and BY_LAYER not in apart:
+    known_keys = {*family.own, *(key for row in rows_of(family, config) for names in row.keys for key in names)}
+    if config.get(BY_LAYER) and BY_LAYER not in known_keys:
         raise UnsupportedError(f"{where}: {BY_LAYER}, settings of single layers, is not supported for {family.name}")
-    layer_types = [] if "layer_types" in apart else config.get("layer_types") or []
+    layer_types = [] if "layer_types" in known_keys else config.get("layer_types") or []
     usual = "indexed_attention" if "indexed" in family.traits else "full_attention"
     others = [kind for kind in layer_types if kind != usual] if isinstance(layer_types, list) else [layer_types]
     if others:
@@ -132,9 +132,9 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
         )
     _require_full(config, family, where)
     for key in family.keys.values():
-        stated = {name: short(config[name]) for name in key.split() if name in config}
-        if len({*stated.values()}) > 1:
-            words = " and ".join(f"{name} = {value}" for name, value in stated.items())
+        values = {name: short(config[name]) for name in key.split() if name in config}
+        if len({*values.values()}) > 1:
+            words = " and ".join(f"{name} = {value}" for name, value in values.items())
             raise SourceError(
                 f"{where} contradicts itself: {words}", "remove the one that the model was not trained with"
             )

@@ -53,9 +53,9 @@ def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Cod
         if kind in ORIGINAL_OF and ORIGINAL in config:
             inner = settings.setdefault(ORIGINAL, config[ORIGINAL])
             if inner != config[ORIGINAL]:
-                both = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
+                values = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
                 hint = "transformers takes the first; correct either"
-                raise SourceError(f"{context.where} contradicts itself: {both}", hint)
+                raise SourceError(f"{context.where} contradicts itself: {values}", hint)
         part = _fraction(settings.pop(PARTIAL, config.get(PARTIAL)), fraction, family, context)
         return Rope(base, None if kind == "default" else {"rope_type": kind, **settings}, part)
 

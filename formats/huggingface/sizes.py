@@ -64,9 +64,9 @@ def adjusted_ffn(key: str, adjusts: str, multiplier: str, multiple: str) -> Code
     def read(spelled: Spelled, context: Context) -> object:
         if spelled.get(adjusts, True) is False:
             return spelled.get(key)
-        stated = positive_int(spelled.get(key), key, context.where)
+        width_of_key = positive_int(spelled.get(key), key, context.where)
         unit = positive_int(spelled.get(multiple, 256), multiple, context.where)
-        width = int(positive_float(spelled.get(multiplier, 1.0), multiplier, context.where) * int(2 * stated / 3))
+        width = int(positive_float(spelled.get(multiplier, 1.0), multiplier, context.where) * int(2 * width_of_key / 3))
         return -(-width // unit) * unit
 
     return Codec(read, lambda value, _: {key: value, adjusts: False})

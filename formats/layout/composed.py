@@ -49,15 +49,15 @@ def boxes_of(here: Leaf, there: Leaf, shape: tuple[int, ...]) -> Iterator[Box]:
         if high - low > 1:
             runs.append((far.stride, near.stride, high - low))
     steps = row_major(shape)
-    along, apart = dict[int, tuple[int, int]](), list[tuple[int, int, int]]()
+    along, rest = dict[int, tuple[int, int]](), list[tuple[int, int, int]]()
     for step, stride, count in _joined(sorted(runs, reverse=True), steps, shape):
         if step in steps:
             along[_dimension(step, steps, shape)] = count, stride
         else:
-            apart.append((step, stride, count))
-    for place in product(*(range(count) for *_, count in apart)):
-        first = index + sum(i * step for i, (step, _, _) in zip(place, apart, strict=True))
-        start = address + sum(i * stride for i, (_, stride, _) in zip(place, apart, strict=True))
+            rest.append((step, stride, count))
+    for place in product(*(range(count) for *_, count in rest)):
+        first = index + sum(i * step for i, (step, _, _) in zip(place, rest, strict=True))
+        start = address + sum(i * stride for i, (_, stride, _) in zip(place, rest, strict=True))
         corner = [first // step % size for step, size in zip(steps, shape, strict=True)]
         sides = [along.get(dim, (1, 0)) for dim in range(len(shape))]
         ranges = tuple((low, low + count) for low, (count, _) in zip(corner, sides, strict=True))

@@ -192,9 +192,9 @@ def match(
         if not any(re.fullmatch(drop, key) for drop in drops)
     ]
     if unknown:
-        left = count(len(unknown), "tensor has", "tensors have")
+        amount = count(len(unknown), "tensor has", "tensors have")
         raise SourceError(
-            f"{where}: {left} no place in this model: {_some(unknown[:SHOWN], len(unknown))}",
+            f"{where}: {amount} no place in this model: {_some(unknown[:SHOWN], len(unknown))}",
             "a layer that predicts further tokens is in no table: --drop mtp leaves it out, --verbatim carries it, in "
             "Hugging Face and FSDP"
             if any(SECOND.search(key) for key in unknown)

@@ -139,12 +139,14 @@ def _settings(source: Checkpoint, ranks: Mapping[int, int]) -> Settings:
     objects = dcp.read_objects(source.home, names)
     settings: list[Settings] = []
     for rank, numbers in enumerate(every):
-        kept, scalers = (
+        metadata, scalers = (
             [objects.get(OBJECT.format(index, name)) for index in numbers] for name in ("optimizer", "grad_scaler")
         )
         try:
             groups = (
-                shared_groups([(index, index.value[0]["param_groups"]) for index in kept if index]) if all(kept) else []
+                shared_groups([(index, index.value[0]["param_groups"]) for index in metadata if index])
+                if all(metadata)
+                else []
             )
             settings.append((groups, same_scaler([(index, index.value[0] if index else None) for index in scalers])))
         except DAMAGE:

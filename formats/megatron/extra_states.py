@@ -45,8 +45,8 @@ def names(spec: ModelSpec, norm: str) -> Iterator[str]:
     sparse += [f"mlp.{name}" for name in LATENT] if spec.expert_latent else []
     mlps = {"sparse": sparse, "dense": [*(f"mlp.{name}" for name in LINEAR), *added.get("down_norm", [])]}
     for layer, kinds in enumerate(spec.layer_kinds):
-        apart, further = spec.mixed or MTP in kinds, f"mtp.layers.{layer - spec.layers}."
-        place, number = (f"{LAYERS}{layer}.", "0_1") if apart else (LAYERS, f"{layer}_{spec.layers}")
+        own_names, further = spec.mixed or MTP in kinds, f"mtp.layers.{layer - spec.layers}."
+        place, number = (f"{LAYERS}{layer}.", "0_1") if own_names else (LAYERS, f"{layer}_{spec.layers}")
         if MTP in kinds:
             place = f"{further}{mtp.BLOCK}."
             yield from (
@@ -56,7 +56,7 @@ def names(spec: ModelSpec, norm: str) -> Iterator[str]:
         for module in [name for kind, names in (mixers | mlps).items() if kind in kinds for name in names]:
             yield f"{place}{module}._extra_state/shard_{number}"
         for name, expert in product(LINEAR, range(spec.experts or 0)) if experts else ():
-            shard = f"{expert}_{spec.experts}" if apart else f"{layer}.{expert}_{spec.layers}.{spec.experts}"
+            shard = f"{expert}_{spec.experts}" if own_names else f"{layer}.{expert}_{spec.layers}.{spec.experts}"
             yield f"{place}mlp.experts.experts.{name}._extra_state/shard_{shard}"
     last = [] if not te else ["decoder.final_layernorm"] if spec.mlp_layers is None else state_space.LAST_STATES
     yield from (f"{module}._extra_state/shard_0_1" for module in last)

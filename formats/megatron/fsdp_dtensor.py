@@ -119,8 +119,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded)
     interleaves = interleaves_of(args, str(common.path))
     _require_known(args, spec, interleaves, str(common.path))
-    wanted = whole_slots(spec, _table(spec, tensors), padded, interleaves)
-    _, pieces, dropped = match_pieces(wanted, tensors, DROPS, folder)
+    slots = whole_slots(spec, _table(spec, tensors), padded, interleaves)
+    _, pieces, dropped = match_pieces(slots, tensors, DROPS, folder)
     others = [entry.name for entry in entries if not KEY.match(entry.name)]
     files = {path for entry in entries for path in entry.items.files}
     writers = {rank[1] for file in files if (rank := DATA.fullmatch(file.name))}

@@ -76,8 +76,8 @@ def read(source: Checkpoint, grads: str) -> Optimizer:
         states[state] = _state(source, state, by_state.get(state, {}), slots.values())
     groups = _groups(source, [name for name in objects if name.startswith(GROUPS)], slots)
     if steps:
-        made = _step(source, steps, slots)
-        groups = [{**group, "step": made} for group in groups]
+        step = _step(source, steps, slots)
+        groups = [{**group, "step": step} for group in groups]
     files = dcp.read_objects(source.home, [name for name in objects if name.partition(".")[0] in HEAD])
     return Optimizer(states, groups, True, None, None, _nested(files), grads)
 
@@ -100,14 +100,14 @@ def _step(source: Checkpoint, steps: Mapping[str, dcp.Entry], slots: Iterable[st
     """
     if missing := sorted(set(slots) - set(steps)):
         raise SourceError(f"{source.home} holds no step of {some(missing, 4)}: is it frozen?")
-    made: dict[float, str] = {}
+    steps_seen: dict[float, str] = {}
     for key, tensor in zip(steps, dcp.load(steps.values()), strict=True):
         number = number_of(small_of(tensor), f"{source.home}: the step of {key}")
-        made.setdefault(number, key)
-    if len(made) > 1:
-        listed = " and ".join(f"{key} {number:g}" for number, key in list(made.items())[:2])
-        raise UnsupportedError(f"{source.home}: its parameters have made different numbers of steps, {listed}")
-    return next(iter(made))
+        steps_seen.setdefault(number, key)
+    if len(steps_seen) > 1:
+        examples = " and ".join(f"{key} {number:g}" for number, key in list(steps_seen.items())[:2])
+        raise UnsupportedError(f"{source.home}: its parameters have made different numbers of steps, {examples}")
+    return next(iter(steps_seen))
 
 
 def _groups(source: Checkpoint, names: Iterable[str], slots: Mapping[str, Slot]) -> list[dict[str, Any]]:
@@ -185,8 +185,8 @@ def objects(
     for key, slot in moved:
         group, name = groups[decays(key, slot.shape)], parameter(key)
         saved[f"{STATES}{prefix}{key}.step"] = Small("F32", (), struct.pack("<f", group["step"]))
-        about = {**group, "is_expert_parallel": EXPERTS in key and is_spread(args)}
-        saved |= {f"{GROUPS}{prefix}{name}.{word}": packed(value) for word, value in about.items()}
+        settings = {**group, "is_expert_parallel": EXPERTS in key and is_spread(args)}
+        saved |= {f"{GROUPS}{prefix}{name}.{word}": packed(value) for word, value in settings.items()}
     for name, value in optimizer.head.items():
         words_of = (
             {f"{name}.{word}": item for word, item in value.items()} if isinstance(value, Mapping) else {name: value}

@@ -140,9 +140,9 @@ def read(
         raise SourceError(f"{folder} holds factors of {len(ranks)} ranks: {some([*map(str, sorted(ranks))], 3)}")
     matrices = _matrices_of(tensors, TABLES[kind], model)
     trained = {*(peft.get("target_modules") or ())} - {*(peft.get("exclude_modules") or ())}
-    wanted = [name for name in TARGETS if name in model.tensors and TARGETS[name][kind] in trained]
-    if lost := dict.fromkeys(TARGETS[name][kind] for name in wanted if name not in matrices):
-        raise SourceError(f"{folder} holds no LoRA of {some([*lost], 3)}, which its target_modules name")
+    targets = [name for name in TARGETS if name in model.tensors and TARGETS[name][kind] in trained]
+    if missing := dict.fromkeys(TARGETS[name][kind] for name in targets if name not in matrices):
+        raise SourceError(f"{folder} holds no LoRA of {some([*missing], 3)}, which its target_modules name")
     tp = args.get("tensor_model_parallel_size") or 1
     spec = spec_of(
         model,
@@ -157,14 +157,14 @@ def read(
     except SourceError as error:
         hint = f"adapters of attention and of dense MLPs are read; of others: {EXPORT}"
         raise SourceError(str(error), hint) from None
-    left = tuple(name for name in names if ADAPTER not in name)
+    without_adapters = tuple(name for name in names if ADAPTER not in name)
     return Checkpoint(
         run,
         folder,
         "megatron_dist",
         spec,
         placed,
-        left,
+        without_adapters,
         tuple(dict.fromkeys([common.path, *(path for tensor in tensors.values() for path in tensor.files)])),
         details=Details(arguments=tuple(args)),
         settings=settings,
@@ -237,8 +237,8 @@ def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options
         )
     slots = [*_slots(spec), *_zeros(spec, absent)]
     covered = {name for slot in slots for name in slot.rule.pattern.tensors}
-    if lost := sorted({*spec.tensors} - covered):
-        raise UnsupportedError(f"Megatron-Bridge has no adapter of {some(lost, 3)} of a {base.family}")
+    if missing := sorted({*spec.tensors} - covered):
+        raise UnsupportedError(f"Megatron-Bridge has no adapter of {some(missing, 3)} of a {base.family}")
     folder, layers = name_of(iteration), base.layers
     stored, objects = [], dict[str, bytes]()
     for slot in slots:

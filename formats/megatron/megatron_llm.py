@@ -23,12 +23,11 @@ from formats.families.family import Family
 from formats.layout.table import Rule, rules
 from formats.megatron.args import fields
 from formats.megatron.args.args import agreed
-from formats.megatron.args.codecs import choice, only, single
 from formats.megatron.args.options import Options, main_dtype
 from formats.megatron.args.table import conditions, described
 from formats.megatron.pipeline import Pipeline
 from formats.model.checks import lost_setting
-from formats.model.codec import Context, read, rows, write
+from formats.model.codec import Context, read, rows, single, write
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_float, positive_int
 from formats.torch_files.pickle_values import Dtype, Opaque, is_plain
@@ -75,34 +74,28 @@ TABLE = rows(
 layers            num_layers|encoder_num_layers
 hidden            hidden_size
 heads             num_attention_heads
-kv_heads          num_attention_heads_kv         as heads
-head_dim          kv_channels                    hidden / heads
+kv_heads          num_attention_heads_kv                      default heads
+head_dim          kv_channels                                 must be hidden / heads
 ffn               ffn_hidden_size
 max_positions     max_position_embeddings
 norm_epsilon      layernorm_epsilon
-rope_theta        rope_theta                     or 10000
+rope_theta        rope_theta                                  default 10000.0
 sliding_window    sliding_window_size
--                 glu_activation                 = "swiglu"
--                 use_rms_norm                   = true
--                 position_embedding_type        = "rotary"
-tied              tie_embed_logits               never
--                 use_bias                       = false
--                 use_post_ln                    = false
--                 parallel_attn                  = false
--                 parallel_layernorm             = false
+-                 glu_activation                              = "swiglu"
+-                 use_rms_norm                                = true
+-                 position_embedding_type                     = "rotary"
+tied              tie_embed_logits                            = false
+-                 use_bias                                    = false
+-                 use_post_ln                                 = false
+-                 parallel_attn                               = false
+-                 parallel_layernorm                          = false
 -                 apply_residual_connection_post_layernorm    = false
-rope_scaling      rope_scaling_factor            linear
+rope_scaling      rope_scaling_factor                         linear factor
 vocab             true_vocab_size
 """,
     {
-        "as heads": single(lambda value, context: value or context.values["heads"]),  # named where they differ
-        "hidden / heads": single(_read_head_dim),
-        "or 10000": single(
-            lambda value, _: value or LOST["rope_theta"]
-        ),  # the parser's default, where Llama's is left out
-        **only(True, False, "swiglu", "rotary"),
-        "never": choice((False, False)),
-        "linear": single(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
+        "must be hidden / heads": single(_read_head_dim),
+        "linear factor": single(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
     },
 )
 """Settings and their arguments (megatron/arguments.py). Arguments with a fixed value have the one that upstream's Llama
@@ -170,7 +163,7 @@ def from_args(
     values["vocab"] = vocab = settings.vocab_size or values["vocab"] or _vocab(args, base, assets, release)
     lost = base is not None and isinstance(vocab, int) and vocab < (base.vocab or 0)  # a training only adds tokens
     values |= {"notes": notes, **described(())}
-    spec = agreed(values, conditions(()), settings.values, base, where, apart=() if lost else ("vocab",))
+    spec = agreed(values, conditions(()), settings.values, base, where, may_differ=() if lost else ("vocab",))
     return replace(spec, notes=(*spec.notes, *window_notes(spec)))
 
 
@@ -317,7 +310,7 @@ def namespace(
         old: the args of the source; those that the model and the topology do not determine are kept.
         iteration: the iteration; None for a release.
     """
-    kept = {name: value for name, value in old.items() if is_plain(name) and is_plain(value)}
+    carried = {name: value for name, value in old.items() if is_plain(name) and is_plain(value)}
     dtype = main_dtype(dtypes)
     base = {
         "seq_length": spec.max_positions,
@@ -328,7 +321,7 @@ def namespace(
         "attention_dropout": 0.0,
         "bias_gelu_fusion": False,
         "bias_droput_fusion": False,
-    } | kept
+    } | carried
     return base | write(TABLE, vars(spec), (), "") | {
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": options.vocab_multiple,

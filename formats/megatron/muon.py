@@ -80,15 +80,15 @@ def has_state(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]
         UnsupportedError: the source lacks a state that Megatron keeps, or has one that Megatron does not keep: other
             parameters were trained with Muon.
     """
-    kept = trains(slot) == SHARES.get(state, trains(slot))
-    if any(((name, slot.layer) in tensors) != kept for name in slot.rule.pattern.tensors):
+    has_state = trains(slot) == SHARES.get(state, trains(slot))
+    if any(((name, slot.layer) in tensors) != has_state for name in slot.rule.pattern.tensors):
         other = "Adam" if trains(slot) else "Muon"
         raise UnsupportedError(
             f"{slot.keys[0]} was trained with {other}, and Megatron trains all matrices but embedding and head with "
             "Muon, and nothing else",
             "convert the weights without --with-optimizer",
         )
-    return kept
+    return has_state
 
 
 def require_known(args: Mapping[str, Any], where: str) -> None:
@@ -158,5 +158,5 @@ def args_of(muon: Muon, where: str) -> dict[str, Any]:
 def flags_of(args: Mapping[str, Any]) -> str:
     """Return the command-line flags for these arguments, which a training does not take from the checkpoint."""
     names = ["muon_momentum", *(name for word in SETTINGS for name in word.args if args[name] is not False)]
-    told = [f"--{name.replace('_', '-')}{'' if args[name] is True else f' {args[name]}'}" for name in names]
-    return " ".join(["--optimizer muon", *told])
+    flags = [f"--{name.replace('_', '-')}{'' if args[name] is True else f' {args[name]}'}" for name in names]
+    return " ".join(["--optimizer muon", *flags])

@@ -25,7 +25,7 @@ def of_version(table: Iterable[Rule], version: str) -> tuple[Rule, ...]:
     spelled = {f"{{{old}|{new}}}": new if is_between(version, first) else old for old, new, first in RENAMED}
 
     def key(rule: Rule) -> str:
-        both = next((both for both in spelled if both in rule.key), "")
-        return rule.key.replace(both, spelled[both]) if both else rule.key
+        pair = next((pair for pair in spelled if pair in rule.key), "")
+        return rule.key.replace(pair, spelled[pair]) if pair else rule.key
 
     return tuple(replace(rule, key=key(rule)) for rule in table)

@@ -140,8 +140,8 @@ def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> O
         return optimizer
     for state, dtypes in optimizer.dtypes.items():
         if others := set(dtypes.values()) - {"F32"}:
-            kept = "a distributed one is made of float32" if distributed else "only a distributed one keeps it so"
-            raise UnsupportedError(f"{state} of the optimizer is {others.pop()}: {kept}", "leave --optimizer out")
+            reason = "a distributed one is made of float32" if distributed else "only a distributed one keeps it so"
+            raise UnsupportedError(f"{state} of the optimizer is {others.pop()}: {reason}", "leave --optimizer out")
     weights = tuple(item for item in source.tensors if not BUFFERS.intersection(item.slot.rule.pattern.tensors))
     groups, step, states = [dict(group) for group in optimizer.groups], optimizer.step, dict(optimizer.states)
     if distributed:
@@ -291,7 +291,7 @@ def sharded_file(
         chunks: dict[str, list[Parameter]] = {}
         for parameter in share if number or first else ():
             chunks.setdefault(parameter.chunk, []).append(parameter)
-        kept: dict[Any, Any] = {"buckets_coalesced": True}
+        entries: dict[Any, Any] = {"buckets_coalesced": True}
         for at, members in enumerate(chunks.values()):
             total = sum(prod(parameter.slot.shape) for parameter in members)
             tensors: dict[str, Any] = {}
@@ -299,9 +299,9 @@ def sharded_file(
                 name = str(len(storages))
                 storages[name] = total * DTYPES["F32"]
                 tensors[stored_name(state, True)] = TensorRef(StorageRef("F32", name, total), 0, (total,), (1,), "F32")
-            kept[at] = {(Dtype(dtype), Dtype(optimizer.grads)): {**tensors, "numel_unpadded": total}}
+            entries[at] = {(Dtype(dtype), Dtype(optimizer.grads)): {**tensors, "numel_unpadded": total}}
             buffers.append(members)
-        value.append(kept if number or first else None)
+        value.append(entries if number or first else None)
     archive = plan_archive(value if kinds else value[0], storages)
     extents = archive.storages()
     placed: dict[str, list[Placed]] = {state: [] for state in STATES}
@@ -320,12 +320,12 @@ def sharded_file(
 
 def common(optimizer: Optimizer, kinds: Collection[bool]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The entries of `common.pt` for an optimizer, and the entries of its `content_metadata`."""
-    about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    about |= {"distrib_optim_sharding_type": RESHARDABLE} if optimizer.distributed else {}
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    metadata |= {"distrib_optim_sharding_type": RESHARDABLE} if optimizer.distributed else {}
     parts = [_common(optimizer, groups) for groups in chained.groups(optimizer.groups, kinds)]
     if optimizer.muon is not None:
         parts = [replace(optimizer, distributed=False).around({"param_groups": [dict(optimizer.muon)]}), *parts]
-    return {**optimizer.head, "optimizer": dict(enumerate(parts)) if len(parts) > 1 else parts[0]}, about
+    return {**optimizer.head, "optimizer": dict(enumerate(parts)) if len(parts) > 1 else parts[0]}, metadata
 
 
 def _common(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

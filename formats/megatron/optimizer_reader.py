@@ -92,10 +92,10 @@ def read(source: Checkpoint) -> Optimizer:
     half = dtypes.intersection(HALF)
     if half and dtypes != half:
         raise UnsupportedError(f"{source.home} trains parameters of several types, {', '.join(sorted(half))} and F32")
-    wanted = {"exp_avg", "exp_avg_sq", *(["fp32"] if half or optimizer.distributed else [])}
+    states = {"exp_avg", "exp_avg_sq", *(["fp32"] if half or optimizer.distributed else [])}
     kind = "Adam's" if optimizer.muon is None else "Muon's beside Adam's"
-    wanted |= set() if optimizer.muon is None else {MOMENTUM}
-    if missing := wanted - set(optimizer.states):
+    states |= set() if optimizer.muon is None else {MOMENTUM}
+    if missing := states - set(optimizer.states):
         raise SourceError(f"{source.home} holds no {' and no '.join(sorted(missing))}: its optimizer is not {kind}")
     return optimizer
 
@@ -179,12 +179,12 @@ def _dist(source: Checkpoint) -> Optimizer:
             muon.require_known(args, str(source.home))
             first = outers.pop(0)
             (group,) = groups_of(file, first.get("optimizer", first)["param_groups"])
-        about = saved if isinstance(saved := file.value.get("content_metadata"), Mapping) else {}
-        kind = None if by_muon else about.get("distrib_optim_sharding_type")
+        metadata = saved if isinstance(saved := file.value.get("content_metadata"), Mapping) else {}
+        kind = None if by_muon else metadata.get("distrib_optim_sharding_type")
         kind = kind or outers[0].get("param_state_sharding_type")
         head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
         grads = _grads(args, next(iter(source.dtypes().values())))
-        listed, step, states = _listed(source), None, dict[str, list[Placed]]()
+        entries_by_state, step, states = _listed(source), None, dict[str, list[Placed]]()
         if kind == bucketed_optimizer.NAME:
             states, (groups, scaler) = bucketed_optimizer.read(source)
         elif kind not in (None, RESHARDABLE):
@@ -204,9 +204,11 @@ def _dist(source: Checkpoint) -> Optimizer:
     except DAMAGE:
         raise SourceError(f"{file.path} holds no optimizer of a kind that is known") from None
     stored = _stored(distributed=kind is not None, by_muon=by_muon)
-    if set(listed) - set(stored):
-        raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(listed) - set(stored)))}")
-    for name, pieces in listed.items():
+    if set(entries_by_state) - set(stored):
+        raise UnsupportedError(
+            f"{source.home}: the optimizer keeps {', '.join(sorted(set(entries_by_state) - set(stored)))}"
+        )
+    for name, pieces in entries_by_state.items():
         state, holds = stored[name]
         states.setdefault(state, []).extend(_in_pieces(source, pieces, state, holds))
     checkpoints = {state: replace(source, tensors=tuple(states[state])) for state in CARRIED if state in states}
@@ -235,11 +237,11 @@ def _anything(_: Slot) -> bool:
 
 def _listed(source: Checkpoint) -> dict[str, list[dcp.Entry]]:
     """The entries of each state in a torch_dist checkpoint, by the name of the state there."""
-    listed: dict[str, list[dcp.Entry]] = {}
+    entries: dict[str, list[dcp.Entry]] = {}
     for item in dcp.entries(source.home):
         if named := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", item.name):
-            listed.setdefault(named[2], []).append(replace(item, name=named[3]))
-    return listed
+            entries.setdefault(named[2], []).append(replace(item, name=named[3]))
+    return entries
 
 
 def _in_pieces(
@@ -260,13 +262,13 @@ def masters(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], tuple[str, ..
     details = source.details_of(Megatron)
     if details.args.get("optimizer") in (None, "adam") or details.dialect != DIST:
         return {}, ()
-    listed = _listed(source)
-    kept = listed.pop(stored_name("fp32", distributed=False), None)
+    entries = _listed(source)
+    masters = entries.pop(stored_name("fp32", distributed=False), None)
     buckets = any(re.fullmatch(bucketed_optimizer.BUCKET, item.name) for item in dcp.entries(source.home))
-    if not kept or buckets or stored_name("fp32", distributed=True) in listed:
+    if not masters or buckets or stored_name("fp32", distributed=True) in entries:
         return {}, ()
-    states = {"fp32": replace(source, tensors=tuple(_in_pieces(source, kept, "fp32", _anything)))}
-    return _as_checkpoints(source, states), tuple(sorted(listed))
+    states = {"fp32": replace(source, tensors=tuple(_in_pieces(source, masters, "fp32", _anything)))}
+    return _as_checkpoints(source, states), tuple(sorted(entries))
 
 
 def _fsdp(source: Checkpoint) -> Optimizer:
@@ -361,16 +363,16 @@ def _plain(
                 "some of them may be frozen, which is not supported",
             )
         for number, (index, (place, key)) in enumerate(zip(group["params"], members, strict=True)):
-            kept = dict(inner["state"].get(index) or {})
-            if "step" in kept:
-                steps.add(plain(file, kept.pop("step"), "the step"))
+            states = dict(inner["state"].get(index) or {})
+            if "step" in states:
+                steps.add(plain(file, states.pop("step"), "the step"))
             if masters is not None:
-                kept["fp32"] = masters[order][number]
-            if missing := {"exp_avg", "exp_avg_sq"} - set(kept):
+                states["fp32"] = masters[order][number]
+            if missing := {"exp_avg", "exp_avg_sq"} - set(states):
                 raise SourceError(f"{file.path} holds no {' and no '.join(sorted(missing))} of {key}")
-            if more := set(kept) - set(STATES):
-                raise UnsupportedError(f"{file.path}: the optimizer keeps {short(next(iter(more)))} of {key}")
-            for state, ref in kept.items():
+            if extra := set(states) - set(STATES):
+                raise UnsupportedError(f"{file.path}: the optimizer keeps {short(next(iter(extra)))} of {key}")
+            for state, ref in states.items():
                 if not isinstance(ref, TensorRef):
                     raise SourceError(f"{file.path} holds {state} of {key} as {short(ref)}")
                 yield state, place, key, file.fragment(ref, f"{state} of {key}")
@@ -385,9 +387,9 @@ def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str,
     every = file.value if isinstance(file.value, list) else [file.value]
     if len(every) != len(shares):
         raise UnsupportedError(f"{path} holds {len(every)} optimizers, {beside.path.name} {len(shares)}")
-    for kept, share in zip(every, shares, strict=True):
-        if kept is not None:
-            yield from _buffers(file, kept, {place: tensors for place, tensors in share.items() if tensors})
+    for buffers, share in zip(every, shares, strict=True):
+        if buffers is not None:
+            yield from _buffers(file, buffers, {place: tensors for place, tensors in share.items() if tensors})
 
 
 def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Iterator[tuple[str, Place, str, Fragment]]:
@@ -395,14 +397,14 @@ def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Itera
     if len(buffers) in every or any(len(buffer) != 1 for buffer in buffers):
         raise UnsupportedError(f"{file.path} holds more than one buffer for each chunk of the model")
     for (place, tensors), buffer in zip(chunks.items(), buffers, strict=True):
-        (kept,) = buffer.values()
+        (states,) = buffer.values()
         sizes = [(key, item.shape) for key, item in tensors.items()]
         names = {stored_name(state, distributed=True) for state in STATES}
-        if more := [name for name, item in kept.items() if isinstance(item, TensorRef) and name not in names]:
-            raise UnsupportedError(f"{file.path}: the optimizer keeps {short(more[0])}, and Adam does not")
+        if extra := [name for name, item in states.items() if isinstance(item, TensorRef) and name not in names]:
+            raise UnsupportedError(f"{file.path}: the optimizer keeps {short(extra[0])}, and Adam does not")
         places, total = list(starts(sizes)), sum(prod(shape) for _, shape in sizes)
         for state in STATES:
-            flat = file.fragment(kept[stored_name(state, distributed=True)], state)
+            flat = file.fragment(states[stored_name(state, distributed=True)], state)
             if flat.shape != (total,) or not flat.row_major:
                 raise SourceError(f"{file.path} holds {list(flat.shape)} elements of {state}, its model has {total}")
             for number, at in places:

@@ -163,11 +163,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if saved_config:
         run_config.require_rows(saved_config, padded, settings.values)
     assets = assets_of(run, settings)
-    config = said = huggingface.read_config(assets) if assets else None
-    if vision and said is None and not settings.only:
-        said = whole_config.of_fields(*vision)
-    if vision and said:
-        config = vision_language.text_config(*vision, said, tensors, str(common.path), str(assets or common.path))
+    config = named_config = huggingface.read_config(assets) if assets else None
+    if vision and named_config is None and not settings.only:
+        named_config = whole_config.of_fields(*vision)
+    if vision and named_config:
+        config = vision_language.text_config(
+            *vision, named_config, tensors, str(common.path), str(assets or common.path)
+        )
     spec = spec_of(
         args,
         DIST,
@@ -180,7 +182,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         settled=saved_config is not None,
     )
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
-    _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
+    _require_interleaves(interleaves, args, split=any(rule in SPLIT for rule in table), where=str(common.path))
     _, placed, dropped = match_pieces(whole_slots(spec, table, padded, interleaves), tensors, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     sections = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
@@ -204,7 +206,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         state=tuple(name for name in STATE if name in sections),
     )
     return (
-        vision_language.join(*vision, checkpoint, tensors_in(folder, beside), said, settings) if vision else checkpoint
+        vision_language.join(*vision, checkpoint, tensors_in(folder, beside), named_config, settings)
+        if vision
+        else checkpoint
     )
 
 
@@ -260,7 +264,7 @@ def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
     return tuple(table)
 
 
-def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any], *, apart: bool, where: str) -> None:
+def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any], *, split: bool, where: str) -> None:
     """Refuse interleaved gate and up that are sharded over ranks or stored apart.
 
     Raises:
@@ -271,7 +275,7 @@ def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any]
     tp = args.get("tensor_model_parallel_size") or 1
     sizes = {"interleave": args.get("expert_tensor_parallel_size") or tp, "shared_interleave": tp}
     for name, size in sizes.items():
-        if interleaves[name] and (apart or size != 1):
+        if interleaves[name] and (split or size != 1):
             raise UnsupportedError(
                 f"{where}: {INTERLEAVE[name]} = {interleaves[name]} with a tensor parallel size of {size} is not supported in "
                 "torch_dist: the halves that it stores are not gate and up",
@@ -318,8 +322,8 @@ def write(
         padded = model.padded(options.tp, sum(len(chunk.layers) for chunk in parts if chunk.stage == 0))
     mtp.require_pipeline(spec, pipeline, parts)
     ranks: list[list[dcp_writer.SlotPart]] = [[] for _ in range(options.mesh.ranks * options.pp)]
-    wanted = whole_slots(spec, _table({}), padded, options.mesh.interleaves)
-    for slot in wanted:
+    slots = whole_slots(spec, _table({}), padded, options.mesh.interleaves)
+    for slot in slots:
         stage = _stage(slot, parts)
         for rank, cut in _cuts(slot, options.mesh):
             ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
@@ -330,7 +334,7 @@ def write(
     states = extra_states.names(spec, options.norm)
     extra = dict.fromkeys(model.states(states) if model else states, packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
-    kinds = expert_groups(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
+    kinds = expert_groups(slots, options.mesh.ep) if optimizer else frozenset[bool]()
     if optimizer and kinds:
         _require_experts(optimizer, spec, parts)
     kept, about = megatron_optim.common(optimizer, kinds) if optimizer else ({}, {"singleton_local_shards": False})
@@ -344,7 +348,7 @@ def write(
         beside = run_config.written(merged, merged["iteration"], further=further, own=model.vision.arguments)
     else:
         merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
-        _require_interleaves(options.mesh.interleaves, merged, apart=False, where=f"tp = {options.tp}")
+        _require_interleaves(options.mesh.interleaves, merged, split=False, where=f"tp = {options.tp}")
         merged |= optimizer.args() if optimizer else {}
         common = {"args": Namespace({**merged, "rank": 0}), **common}
         flags_text = {FLAGS: flags.flags(merged, options.version, options.accepted).encode()}

@@ -214,16 +214,16 @@ def file_parts(tensors: Iterable[Placed], homes: Locations, spec: Verbatim) -> I
     for placed in (part for tensor in tensors for part in tensor.each()):
         for leaf in placed.leaves():
             for key, there in homes[leaf.tensor, placed.slot.layer]:
-                shape, turned = spec.shapes[key], key in spec.transposed
-                slot = untabled.slot(placed.key, key, shape, placed.slot.replica, transposed=turned)
+                shape, transposed = spec.shapes[key], key in spec.transposed
+                slot = untabled.slot(placed.key, key, shape, placed.slot.replica, transposed=transposed)
                 slot = slot._replace(rule=_marked(slot.rule, placed.slot.rule))
                 for box in boxes_of(leaf, there, shape):
                     yield Placed(placed.key, slot, box.of(placed.fragment), box.part)
 
 
-def _marked(rule: Rule, told: Rule) -> Rule:
-    """A rule whose tensor is stored minus 1 where that of `told` is."""
-    return replace(rule, conditions=rule.conditions | (told.conditions & {CENTRED}))
+def _marked(rule: Rule, source: Rule) -> Rule:
+    """A rule whose tensor is stored minus 1 where that of `source` is."""
+    return replace(rule, conditions=rule.conditions | (source.conditions & {CENTRED}))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from formats.errors import SourceError, UnsupportedError, VitruvianError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError, VitruvianError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.layout.table import MTP
 from formats.model.codec import Row
 from formats.model.settings import CHOICES, EVERY, FIXED, LISTS, NEEDED, TYPES
-from formats.model.spec import ModelSpec
+from formats.model.spec import ModelSpec, differences
 from formats.model.values import KINDS, MOST_EXPERTS, MOST_LAYERS, positive_int, some_layers
 
 
@@ -128,8 +128,8 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     foreign = [name for name in CHOICES if settings[name] is not None and name not in family.keys]
     if foreign:
         raise UnsupportedError(f"{where}: {foreign[0]} is fixed for {family.name}")
-    apart = {name: values[name] for name in ("own", "biases", "mtp_layers", "notes") if name in values}
-    spec = ModelSpec(family=family.name, **settings, **apart)
+    further = {name: values[name] for name in ("own", "biases", "mtp_layers", "notes") if name in values}
+    spec = ModelSpec(family=family.name, **settings, **further)
     for check in CHECKS:
         if (not check.trait or check.trait in family.traits) and check.wrong(spec, family):
             raise check.error(f"{where}: {check.sentence.format(m=spec)}")
@@ -138,6 +138,29 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     for reason in fixed_otherwise(family, settings, where):
         raise UnsupportedError(f"{where}: {reason}")
     return spec
+
+
+def require_same_settings(
+    spec: ModelSpec, base: ModelSpec, both: str, columns: str, may_differ: Collection[str] = ()
+) -> None:
+    """Refuse a config that contradicts the settings of the format that it travels with.
+
+    Args:
+        spec: the model as the format has it.
+        base: the model as the config has it.
+        both: what to call the two in the error.
+        columns: what to call the two in the table of differences.
+        may_differ: settings in which they may differ.
+
+    Raises:
+        RefusedError: they differ in another setting.
+    """
+    contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in may_differ]
+    if contradictions:
+        raise RefusedError(
+            f"{both} contradict each other ({columns}): {'; '.join(contradictions)}",
+            "decide with --set NAME=VALUE, or give the right config with --config",
+        )
 
 
 def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...] | None]:

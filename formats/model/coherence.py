@@ -137,14 +137,14 @@ def _damaged(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
     for number, names in layers.items():
         wholes = [kind for kind in kinds if names < kind and _is_damage(kind - names)]
         if wholes and kinds[frozenset(names)] == 1 and (len(layers) == 2 or max(map(kinds.__getitem__, wholes)) > 1):
-            lost = sorted(max(wholes, key=kinds.__getitem__) - names)[0]
-            yield Finding(f"{prefix}.{number}.{lost}", f"{prefix}.{number} lacks {lost}, which other layers have")
+            missing = sorted(max(wholes, key=kinds.__getitem__) - names)[0]
+            yield Finding(f"{prefix}.{number}.{missing}", f"{prefix}.{number} lacks {missing}, which other layers have")
 
 
-def _is_damage(lost: frozenset[str]) -> bool:
+def _is_damage(missing: frozenset[str]) -> bool:
     """Whether a layer lacks too few tensors to be of another kind of layer. A matrix may be several tensors."""
-    modules = {name.partition(".weight")[0] if ".weight" in name else _parent(name) for name in lost}
-    return len(lost) <= FEW or (len(modules) <= ALL and not any(map(_is_norm, lost)))
+    modules = {name.partition(".weight")[0] if ".weight" in name else _parent(name) for name in missing}
+    return len(missing) <= FEW or (len(modules) <= ALL and not any(map(_is_norm, missing)))
 
 
 def _sizes(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[Finding]:
@@ -168,10 +168,10 @@ def _halves(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
     for number, names in layers.items():
         norms = {_parent(name) for name in names if name.count(".") == 1 and _is_norm(name)}
         kinds = {kind for kind in ("weight", "bias") if any(f"{norm}.{kind}" in names for norm in norms)}
-        lost = sorted(f"{norm}.{kind}" for norm in norms for kind in kinds if f"{norm}.{kind}" not in names)
-        if lost:
+        missing = sorted(f"{norm}.{kind}" for norm in norms for kind in kinds if f"{norm}.{kind}" not in names)
+        if missing:
             yield Finding(
-                f"{prefix}.{number}.{lost[0]}", f"{prefix}.{number} lacks {lost[0]}, which its other norms have"
+                f"{prefix}.{number}.{missing[0]}", f"{prefix}.{number} lacks {missing[0]}, which its other norms have"
             )
 
 
@@ -185,9 +185,9 @@ def _norm(shapes: Shapes, outer: str, lists: Mapping[str, Mapping[int, set[str]]
         yield Finding(f"{outer}.norm.weight".lstrip("."), f"no norm follows the layers of {layers}")
     direct = {name for names in lists.get(layers or "", {}).values() for name in names if name.count(".") == 1}
     kinds = [kind for kind in ("weight", "bias") if any(_is_norm(name) and name.endswith(kind) for name in direct)]
-    for lost in (f"{norm}{kind}" for norm in after for kind in kinds):
-        if lost not in shapes:
-            yield Finding(lost, f"{lost} is missing, the norms in the layers of {layers} have one")
+    for missing in (f"{norm}{kind}" for norm in after for kind in kinds):
+        if missing not in shapes:
+            yield Finding(missing, f"{missing} is missing, the norms in the layers of {layers} have one")
 
 
 def _is_norm(key: str) -> bool:

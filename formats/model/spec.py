@@ -93,8 +93,10 @@ class ModelSpec(Parts):
             mixer = next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
             mlp = "sparse" if layer in sparse else "dense"
             indexing = {"indexing"} if self.index_heads and layer not in (self.shared_index_layers or ()) else set()
-            apart = self._apart(layer) & distinguished if distinguished else set()
-            return frozenset({mixer, mlp, *indexing, *apart} if mlps is None else {mlp if layer in mlps else mixer})
+            distinguished_kinds = self._apart(layer) & distinguished if distinguished else set()
+            return frozenset(
+                {mixer, mlp, *indexing, *distinguished_kinds} if mlps is None else {mlp if layer in mlps else mixer}
+            )
 
         kinds = [of(layer) for layer in range(self.layers)]
         second = {"attention", "sparse" if self.layers - 1 in sparse else "dense", MTP}
@@ -179,9 +181,9 @@ class ModelSpec(Parts):
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
         """Name, layer and shape of each logical tensor; in each layer a tensor is a tensor of its own."""
         sizes, table, kinds = self.sizes(padded_vocab), family_named(self.family).tensors, self.layer_kinds
-        apart = {True: [rule for rule in table if MTP in rule.conditions]}
-        apart[False] = [rule for rule in table if MTP not in rule.conditions]
-        tensors_of = {own: set(model_tensors(apart[MTP in own], {*self.conditions, *own})) for own in {*kinds}}
+        rules_of = {True: [rule for rule in table if MTP in rule.conditions]}
+        rules_of[False] = [rule for rule in table if MTP not in rule.conditions]
+        tensors_of = {own: set(model_tensors(rules_of[MTP in own], {*self.conditions, *own})) for own in {*kinds}}
         by_layer = [{**sizes, **own} for own in self.layer_sizes] or [sizes] * len(kinds)
         for tensor in self.tensors:
             first, *axes = TENSORS[tensor]

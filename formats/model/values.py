@@ -15,6 +15,11 @@ LARGEST = 1e30
 """Upper bound of settings that are not integers."""
 
 
+def equal(value: Any, known: Any) -> bool:
+    """Whether two plain values are equal; True is not equal to 1."""
+    return bool(value == known) and isinstance(value, bool) is isinstance(known, bool)
+
+
 def positive_int(value: Any, name: str, where: str) -> int:
     """A size: an integer above 0.
 

@@ -138,8 +138,8 @@ def read(file: Path) -> Metadata:
     """
     if file_size(file) > MAX_METADATA:
         raise SourceError(f"{file} has {file_size(file)} bytes, too many for metadata")
-    about = file.stat()
-    return _read(file, about.st_ino, about.st_size, about.st_mtime_ns)
+    stat = file.stat()
+    return _read(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=2)
@@ -235,15 +235,15 @@ def _joined(file: Path, described: dict[str, Any], stored: _Stored, planner: Map
     groups = {stored.names[code]: rows for code, rows in zip(codes.tolist(), np.split(order, firsts[1:]), strict=False)}
     tensors, items, objects = dict[str, tuple[tuple[int, ...], Any]](), dict[str, Items](), list[str]()
     for name in list(described):
-        about = described.pop(name)
-        if not isinstance(name, str) or about.name not in (BYTES, "TensorStorageMetadata"):
-            raise SourceError(f"{file} describes {short(name)} as {about!r}, which is not known")
-        if about.name == BYTES:
+        entry = described.pop(name)
+        if not isinstance(name, str) or entry.name not in (BYTES, "TensorStorageMetadata"):
+            raise SourceError(f"{file} describes {short(name)} as {entry!r}, which is not known")
+        if entry.name == BYTES:
             objects.append(name)
             continue
-        tensors[name] = sizes(about.state["size"]), about.state["properties"].state[0]
+        tensors[name] = sizes(entry.state["size"]), entry.state["properties"].state[0]
         rows = groups.pop(name, np.empty(0, np.int64))
-        items[name] = _items(file, name, _boxes(file, about.state["chunks"]), stored, rows)
+        items[name] = _items(file, name, _boxes(file, entry.state["chunks"]), stored, rows)
     extents = {}
     for name, rows in groups.items():
         at = int(rows[-1])
@@ -294,10 +294,10 @@ def _items(file: Path, name: str, boxes: Ints, stored: _Stored, rows: Ints) -> I
     boxes, low = boxes[last], low[last]
     if low.shape != at.shape or (low != at).any():
         described, stored_at = set(map(tuple, low.tolist())), set(map(tuple, at.tolist()))
-        lost = sorted(described - stored_at)
-        if stored_at - described or not lost:
+        missing = sorted(described - stored_at)
+        if stored_at - described or not missing:
             raise SourceError(f"{file} stores a piece of {short(name)} that it does not describe")
-        raise SourceError(f"{file} says nothing of where the piece of {short(name)} at {list(lost[0])} lies")
+        raise SourceError(f"{file} says nothing of where the piece of {short(name)} at {list(missing[0])} lies")
     transforms = {}
     if stored.transforms:
         transforms = {i: stored.transforms[row] for i, row in enumerate(rows.tolist()) if row in stored.transforms}

@@ -56,10 +56,10 @@ class _Item(NamedTuple):
     archive: Archive
 
 
-def by_rows(wanted: Iterable[SlotPart], ranks: int) -> list[list[SlotPart]]:
+def by_rows(parts: Iterable[SlotPart], ranks: int) -> list[list[SlotPart]]:
     """The parts of each rank: each tensor cut along its first dimension into chunks of ceil(n / ranks), as by FSDP2."""
     stored_by_rank: list[list[SlotPart]] = [[] for _ in range(ranks)]
-    for stored in wanted:
+    for stored in parts:
         for rank, box in _boxes(stored.shape, ranks):
             stored_by_rank[rank].append(stored._replace(part=Cut(box), box=box))
     return stored_by_rank

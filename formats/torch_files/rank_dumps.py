@@ -50,9 +50,11 @@ def open_ranks(folder: Path, names: re.Pattern[str] = MODEL_DUMP) -> dict[int, T
     worlds = {int(n) for path in paths.values() for n in re.findall(r"world_size_(\d+)", path.name)}
     if len(worlds) > 1:
         raise SourceError(f"{folder} holds dumps of {' and '.join(map(str, sorted(worlds)))} ranks", "keep one set")
-    lost = sorted(set(range(max([*worlds, max(paths) + 1]))) - set(paths))
-    if lost:
-        raise SourceError(f"{folder} lacks the dumps of rank {', '.join(map(str, lost))}", "copy them from their nodes")
+    missing = sorted(set(range(max([*worlds, max(paths) + 1]))) - set(paths))
+    if missing:
+        raise SourceError(
+            f"{folder} lacks the dumps of rank {', '.join(map(str, missing))}", "copy them from their nodes"
+        )
     return {rank: read_torch(paths[rank]) for rank in sorted(paths)}
 
 

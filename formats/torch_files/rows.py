@@ -115,27 +115,27 @@ class Reader:
 
     def start_object(self, data: Bytes, at: int, stack: Sequence[Any], marks: Sequence[int], memo: Memo) -> None:
         """Record where the object on the stack begins, if its class has a memo number; `at` is after its NEWOBJ."""
-        made = stack[-1]
-        if isinstance(made, Opaque) and made.name in self.first:
-            self.started.pop(made.name, None)
+        value = stack[-1]
+        if isinstance(value, Opaque) and value.name in self.first:
+            self.started.pop(value.name, None)
             for start, code in ((at - 4, 0x68), (at - 7, 0x6A)):
                 of = memo.get(int.from_bytes(data[start + 1 : at - 2], "little"))
-                if start > 0 and data[start] == code and isinstance(of, Opaque) and of.name == made.name:
-                    self.started[made.name] = _StartedObject(start, made, len(stack) - 1, len(marks))
+                if start > 0 and data[start] == code and isinstance(of, Opaque) and of.name == value.name:
+                    self.started[value.name] = _StartedObject(start, value, len(stack) - 1, len(marks))
 
     def read_following(self, data: Bytes, at: int, stack: list[Any], marks: Sequence[int], memo: Memo) -> int:
         """Read the rows that follow the object on top of the stack, which ends at `at`, and push them onto the stack.
 
         The rows have the same form as that object. Returns the byte after the last row.
         """
-        made = stack[-1]
-        begun = self.started.pop(self.classes.get(made.name, ""), None)
+        value = stack[-1]
+        begun = self.started.pop(self.classes.get(value.name, ""), None)
         if begun is None:
             return at
-        sample = (made,) if begun.value is made else (begun.value, made)
+        sample = (value,) if begun.value is value else (begun.value, value)
         if (*stack[begun.stack :],) != sample or begun.marks != len(marks):
             return at
-        kind, known = self._kind(data, begun.start, at, memo), self.kinds.setdefault(made.name, [])
+        kind, known = self._kind(data, begun.start, at, memo), self.kinds.setdefault(value.name, [])
         if kind is not None and kind not in known and len(known) < MOST_KINDS:
             known.append(kind)
         end, columns_of = self._read(data, at, known, memo)

@@ -168,7 +168,8 @@ def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
             values[name] = family.requires[key]
         if key and name in values and name not in LISTS and first.setdefault(key, name) != name:
             values[name] = values[first[key]]  # one key for both
-    if LINES.get(("shared_ffn", keys.get("shared_ffn", "")), "").endswith("counted"):  # as wide as so many experts
+    _, codec = LINES.get(("shared_ffn", keys.get("shared_ffn", "")), ("", ""))
+    if codec == "n * expert_ffn":
         values["shared_ffn"] = values["expert_ffn"] * (1 + values["shared_ffn"] % 3)
     if (
         "index_dim" in keys and "query_rank" in keys

@@ -27,13 +27,13 @@ class Memory:
     def __init__(self, files: dict[str, bytes]) -> None:
         self.held, self.asked, self.broken = files, list[tuple[int, int]](), 0
 
-    def listed(self, folder: str) -> dict[str, Entry | None]:
+    def list_folder(self, folder: str) -> dict[str, Entry | None]:
         below = [key.removeprefix(f"{folder}/") for key in self.held if key.startswith(f"{folder}/")]
         return {
-            name.partition("/")[0]: None if "/" in name else self.found(f"{folder}/{name}") for name in below
+            name.partition("/")[0]: None if "/" in name else self.stat(f"{folder}/{name}") for name in below
         }  # fmt: skip
 
-    def found(self, key: str) -> Entry | None:
+    def stat(self, key: str) -> Entry | None:
         return Entry(len(self.held[key]), f'"{hash(self.held[key])}"') if key in self.held else None
 
     def fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:

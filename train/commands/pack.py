@@ -71,10 +71,10 @@ def pack(prefix: Path, **options: Any) -> None:
     if not options["dry_run"]:
         write_plan(plan, out, options["force"])
     counts = plan.counts
-    lost = [name for name, share in zip(SPLITS, split, strict=False) if share and name not in plan.splits]
-    if lost:
+    empty = [name for name, share in zip(SPLITS, split, strict=False) if share and name not in plan.splits]
+    if empty:
         few = f"{counts['packed']} of {counts['documents']} documents are packed: too few for such a share"
-        click.echo(f"note: --split leaves {' and '.join(lost)} without a row, {few}", err=True)
+        click.echo(f"note: --split leaves {' and '.join(empty)} without a row, {few}", err=True)
     if options["as_json"]:
         click.echo(json.dumps({"plan": str(out), "splits": plan.splits} | dict(counts)))
         return

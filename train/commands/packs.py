@@ -81,16 +81,17 @@ def weights(weights: Path, out: Path, dry_run: bool, force: bool) -> None:
     """
     from converters.common.atomic import write_file
     from formats.errors import OutputError
-    from train.data.packs.weights import slices_of, text_of
+    from train.data.packs.files import json_bytes
+    from train.data.packs.weights import slices_of
 
     slices = slices_of(weights)
     if out.exists() and not force:
         raise OutputError(f"{out} exists", "name another file, or replace it with --force")
     if dry_run:
-        click.echo(text_of(slices).decode(), nl=False)
+        click.echo(json_bytes(slices).decode(), nl=False)
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_file(out, text_of(slices))
+    write_file(out, json_bytes(slices))
     click.echo(f"{out}: {len(slices['names'])} data sets")
 
 

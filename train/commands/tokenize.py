@@ -283,9 +283,9 @@ def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
         click.echo(json.dumps({"output": str(out)} | dict(counts)))
         return
     dropped = {reason: number for reason, number in counts.items() if reason in REASONS}
-    if left := counts.get(UNTRAINED):
+    if replies := counts.get(UNTRAINED):
         click.echo(
-            f"note: {left} replies are not trained, as their records say; {out.name}.mask records it for train run; "
+            f"note: {replies} replies are not trained, as their records say; {out.name}.mask records it for train run; "
             "other programs do not read it",
             err=True,
         )

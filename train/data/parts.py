@@ -21,15 +21,15 @@ def rank_part(flat: Flat, world: World, compiled: bool = False) -> Flat:
 
 def padded(flat: Flat, size: int) -> Flat:
     """Flattened rows, padded to `size` tokens; the padding at the end is a document of its own."""
-    more = size - len(flat.input_ids)
-    if not more:
+    padding = size - len(flat.input_ids)
+    if not padding:
         return flat
     return flat._replace(
-        input_ids=np.concatenate([flat.input_ids, np.zeros(more, np.int64)]),
-        labels=np.concatenate([flat.labels, np.full(more, IGNORED)]),
-        position_ids=np.concatenate([flat.position_ids, np.arange(more)]),
+        input_ids=np.concatenate([flat.input_ids, np.zeros(padding, np.int64)]),
+        labels=np.concatenate([flat.labels, np.full(padding, IGNORED)]),
+        position_ids=np.concatenate([flat.position_ids, np.arange(padding)]),
         cu_seqlens=np.append(flat.cu_seqlens, np.int32(size)),
-        longest=max(flat.longest, more),
+        longest=max(flat.longest, padding),
         padding=size - flat.tokens,
     )
 

@@ -97,6 +97,14 @@ def read_weights(model: Any, folder: Path, world: World) -> None:
     _load({"model": weights(model)}, folder, world)
 
 
+@torch.no_grad()
+def fill_weights(model: Any, config: Config) -> None:
+    """Fill a sharded model from `model.path`, and its adapters as they begin; each rank reads its own shards."""
+    fill(model, config.model.path)
+    for tensor, whole in lora.begins(model, config.lora, config.model.path, config.seed):
+        place(tensor, whole)
+
+
 class FsdpEngine:
     """A model whose weights, gradients and moments are sharded over the ranks of a replica."""
 
@@ -105,10 +113,7 @@ class FsdpEngine:
         self.trainee = sharded(config, model_config, world, backend)
         self.model = self.trainee.model
         self.kernels = self.trainee.kernels
-        with torch.no_grad():
-            fill(self.model, config.model.path)
-            for tensor, whole in lora.begins(self.model, config.lora, config.model.path, config.seed):
-                place(tensor, whole)
+        fill_weights(self.model, config)
         fused = world.device.type == "cuda" and not config.parallel.offload
         eight = config.optim.moments == "8bit"
         self.optimizer: Adam = (

@@ -18,11 +18,11 @@ import torch
 
 from formats.errors import UnsupportedError
 from train.distributed import World
-from train.engines.fsdp import read, write
+from train.engines.fsdp import fill_weights, read, write
 from train.model import lora
 from train.model.optimizer import adamw
 from train.model.parts import layers
-from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, freeze, make, place, save_memory
+from train.model.trainee import DTYPES, Trainee, fill_buffers, freeze, make, save_memory
 from train.settings.config import Config
 
 SHARDED = ("cuda",)
@@ -62,11 +62,7 @@ class TrainerEngine:
 
     def fill(self) -> None:
         """Fill the sharded model from the checkpoint or from `model.path`; each rank reads its own shards."""
-        config = self.config
-        if self.start is None or config.lora is not None:  # LoRA saves adapters only
-            with torch.no_grad():
-                fill(self.model, config.model.path)
-                for tensor, whole in lora.begins(self.model, config.lora, config.model.path, config.seed):
-                    place(tensor, whole)
+        if self.start is None or self.config.lora is not None:  # LoRA saves adapters only
+            fill_weights(self.model, self.config)
         if self.start is not None:
             read(self.model, self.optimizer, self.start, self.world)

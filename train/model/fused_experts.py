@@ -68,10 +68,10 @@ def keys_of(name: str, config: Mapping[str, Any], experts: int) -> list[list[str
     for rule in (rule for rule in table if "fused" in rule.conditions):
         match = re.fullmatch(re.escape(rule.key).replace(r"\{layer\}", r"(\d+)"), name)
         if match:
-            apart = [row for row in table if "separate" in row.conditions]
+            separate = [row for row in table if "separate" in row.conditions]
             parts = rule.pattern.tensors
-            lines = [row for row in apart if row.pattern.tensors == parts] or [
-                next(row for row in apart if row.pattern.tensors == (part,)) for part in parts
+            lines = [row for row in separate if row.pattern.tensors == parts] or [
+                next(row for row in separate if row.pattern.tensors == (part,)) for part in parts
             ]
             keys = [row.key.replace("{layer}", match[1]) for row in lines]
             numbers = range(experts if lines[0].of_expert else 1)

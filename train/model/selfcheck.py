@@ -68,8 +68,8 @@ def self_check(
     try:
         with torch.no_grad():
             for seed in range(TRIES):
-                apart = _apart(config, device, backend, dtype, kernel, seed, world)
-                if apart <= TOLERANCE[dtype]:
+                difference = _apart(config, device, backend, dtype, kernel, seed, world)
+                if difference <= TOLERANCE[dtype]:
                     break
     except (RuntimeError, ImportError, ValueError, KeyError) as error:  # of kernels, their libraries, and transformers
         raise UnsupportedError(
@@ -77,13 +77,13 @@ def self_check(
             f"{device.type}: {' '.join(str(error).split())[:200]}",
             "choose another one: --model.attention eager",
         ) from error
-    if not apart <= TOLERANCE[dtype]:
+    if not difference <= TOLERANCE[dtype]:
         raise VerificationError(
             f"documents of a row see each other with the attention {backend} on {device.type}: hidden states differ by "
-            f"{apart:.2g} of the largest, {TOLERANCE[dtype]:g} is allowed",
+            f"{difference:.2g} of the largest, {TOLERANCE[dtype]:g} is allowed",
             f"choose another one: --model.attention {'|'.join(BACKENDS)}",
         )
-    return apart
+    return difference
 
 
 def _apart(
@@ -190,11 +190,11 @@ def _require_logits(model: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) ->
     theirs = model(**kwargs).logits[0].float()
     hook.remove()
     ours = adjusted(head(loud).float(), model.config)
-    apart = float((ours - theirs).abs().max() / theirs.abs().max())
-    if not apart <= TOLERANCE[hidden.dtype]:
+    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not difference <= TOLERANCE[hidden.dtype]:
         raise UnsupportedError(
             f"{model.config.model_type} does something with its logits that is not known here: they differ by "
-            f"{apart:.2g} of the largest from those of its head",
+            f"{difference:.2g} of the largest from those of its head",
             "its loss would be wrong: it cannot be trained here",
         )
 

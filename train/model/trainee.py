@@ -327,11 +327,11 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
         file_of = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118  # a safetensors handle is no mapping
         tensors, kind = weights(model), model.config.model_type
         config = model.config.to_dict()
-        apart = {
+        unfiled = {
             name: keys_of(name, config, shape_of(tensor)[0]) for name, tensor in tensors.items() if name not in file_of
         }
-        keys = {name: [key for part in parts for key in part] for name, parts in apart.items()}
-        lacking = sorted(key for name in apart for key in (keys[name] or [name]) if key not in file_of)
+        keys = {name: [key for part in parts for key in part] for name, parts in unfiled.items()}
+        lacking = sorted(key for name in unfiled for key in (keys[name] or [name]) if key not in file_of)
         known = {filed(name, kind) for name, _ in model.named_parameters(remove_duplicate=False)}
         over = sorted(
             file_of.keys()
@@ -347,7 +347,7 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
                 "" if lacking else _not_carried(path, config, over),
             )
         for name, tensor in tensors.items():
-            parts = [[file_of[key].get_slice(key) for key in part] for part in apart.get(name, [[name]])]
+            parts = [[file_of[key].get_slice(key) for key in part] for part in unfiled.get(name, [[name]])]
             joined, rank = len(parts) * len(parts[0]) > 1, len(shape_of(tensor))
             apart_of_experts = len(parts[0][0].get_shape()) == rank
             piece = Fused(parts, apart=apart_of_experts) if joined else parts[0][0]

@@ -158,9 +158,9 @@ def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) ->
     step = progress.offset + progress.step
     path = save / EVALUATIONS
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    kept = [line for line in lines if json.loads(line)["global_step"] != step]
+    other_steps = [line for line in lines if json.loads(line)["global_step"] != step]
     line = json.dumps({"step": progress.step, "global_step": step} | record_of(scores)) + "\n"
-    write_file(path, "".join([*kept, line]).encode())
+    write_file(path, "".join([*other_steps, line]).encode())
     write_csv(save / CSV, step, scores)
 
 

@@ -73,7 +73,7 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
         save_file(read_adapters(checkpoint), scratch / peft.WEIGHTS, {"format": "pt"})
         shutil.copyfile(checkpoint / NOTE, scratch / peft.CONFIG)
         plan = plan_merge(
-            base, peft.read(scratch), request, lambda one: plan_huggingface(one, request, SHARD_SIZE, template)
+            base, peft.read(scratch), request, lambda merged: plan_huggingface(merged, request, SHARD_SIZE, template)
         )
         assert plan.target is not None
         own = {f"{ADAPTER}/{name}": scratch / name for name in (peft.CONFIG, peft.WEIGHTS)}
@@ -146,8 +146,8 @@ def read_adapters(checkpoint: Path) -> dict[str, Any]:
     if (checkpoint / peft.WEIGHTS).is_file():  # beside the states of DeepSpeed
         return load_file(checkpoint / peft.WEIGHTS)
     reader, inside = FileSystemReader(checkpoint), "model."
-    listed: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(listed[name].size) for name in sorted(listed) if name.startswith(inside)}
+    metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(metadata[name].size) for name in sorted(metadata) if name.startswith(inside)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is intended
         load(tensors, storage_reader=reader, no_dist=True)

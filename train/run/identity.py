@@ -54,8 +54,8 @@ def small_files(folder: Path) -> dict[str, bytes]:
 def changed_files(checkpoint: Path, folder: Path) -> str:
     """A note that names the small files that differ between a start and a checkpoint; empty if none does."""
     then, now = small_files(checkpoint), small_files(folder)
-    both = (then.keys() & now.keys()) - {"config.json"}  # `require_same_config` compares its values
-    names = [name for name in sorted(both) if then[name] != now[name]]
+    shared = (then.keys() & now.keys()) - {"config.json"}  # `require_same_config` compares its values
+    names = [name for name in sorted(shared) if then[name] != now[name]]
     return (
         f"{folder} has other files than {checkpoint}, which are saved from here on: {some(names, 4)}" if names else ""
     )

@@ -147,8 +147,8 @@ def _losses(path: Path) -> list[float]:
 def _forget(path: Path, step: int) -> None:
     """Drop the lines after a global step, and an incomplete last line of a killed job."""
     if path.is_file():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        write_file(path, "".join(line + "\n" for line in kept).encode())
+        earlier = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        write_file(path, "".join(line + "\n" for line in earlier).encode())
 
 
 def _step_of(line: str) -> float:

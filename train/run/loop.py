@@ -131,7 +131,7 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
     config, rows = prepared.config, prepared.rows
     sets = open_sets(config, world)
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
-    model, backend, apart = choose_attention(config, world, prepared.sizes.micro)
+    model, backend, difference = choose_attention(config, world, prepared.sizes.micro)
     if prepared.start is not None:
         require_sound(prepared.start, world)
     path = config.model.path
@@ -161,7 +161,7 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
             say(f"note       {passes_note}")
         say(f"batch      {prepared.sizes}{f', each shared by {world.context}' if world.context > 1 else ''}")
         say(f"steps      {prepared.total}, from global step {prepared.progress.offset + prepared.progress.step + 1}")
-        say(f"attention  {backend}, packed documents differ by {apart:.1e} from unpacked ones")
+        say(f"attention  {backend}, packed documents differ by {difference:.1e} from unpacked ones")
         say(f"kernels    {engine.kernels}")
         say(f"weights    {prepared.start or config.model.path}")
         if prepared.moments is not None:

@@ -73,9 +73,9 @@ def _mlflow(config: Config, _: int) -> Tracker:
         raise _lacking("mlflow") from None
     path = config.save.path / MLFLOW
     run_id = path.read_text().strip() if path.is_file() else None
-    begun = mlflow.start_run(run_id=run_id, run_name=None if run_id else config.save.path.resolve().name)
+    run = mlflow.start_run(run_id=run_id, run_name=None if run_id else config.save.path.resolve().name)
     if run_id is None:
-        write_file(path, str(begun.info.run_id).encode())
+        write_file(path, str(run.info.run_id).encode())
         settings = {name: str(value)[:500] for name, value in flat(config).items()}
         mlflow.log_params(settings)
 

@@ -174,8 +174,8 @@ def _length(rows: int, of_sets: int | None, steps: Steps, size: int) -> tuple[in
                 raise UsageError(f"data.epochs says how long the training is, and so does steps.{name}", hint)
         return of_sets, math.ceil(of_sets / size)
     if (steps.train_iters is None) == (steps.epochs is None):
-        both = "--steps.epochs null removes the other" if steps.epochs is not None else ""
-        raise UsageError("give one of steps.train_iters and steps.epochs", both)
+        remedy = "--steps.epochs null removes the other" if steps.epochs is not None else ""
+        raise UsageError("give one of steps.train_iters and steps.epochs", remedy)
     if steps.train_iters is not None:
         return steps.train_iters * size, steps.train_iters
     samples = round((steps.epochs or 0) * rows)

@@ -71,8 +71,8 @@ def _tree(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Not
     chain = (*above, path.resolve())
     if (path.parent / base).resolve() in chain:
         raise UsageError(f"{path}: its base {base} is a file that has it as its base")
-    under, more = _tree(path.parent / base, chain)
-    return _upon(under, tree), [note for note in more if not _says(tree, note[0])] + notes
+    base_tree, base_notes = _tree(path.parent / base, chain)
+    return _upon(base_tree, tree), [note for note in base_notes if not _says(tree, note[0])] + notes
 
 
 def _says(tree: Any, name: str) -> bool:

@@ -166,9 +166,11 @@ def _transformers(folder: Path) -> Generate:
     except (OSError, ValueError, ImportError) as error:
         why = " ".join(str(error).split()).partition(". ")[0]
         raise UnsupportedError(f"transformers cannot load {folder}: {why[:300]}") from None
-    lost = sorted([*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])])
-    if lost:
-        raise SourceError(f"{folder} lacks {len(lost)} tensors of its model, or their sizes differ, such as {lost[0]}")
+    missing = sorted([*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])])
+    if missing:
+        raise SourceError(
+            f"{folder} lacks {len(missing)} tensors of its model, or their sizes differ, such as {missing[0]}"
+        )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model.to(device).eval()
 

@@ -104,12 +104,12 @@ def _attention(device: torch.device, config: Any) -> Iterator[Finding]:
     for backend in BACKENDS:
         name = f"attention {backend}"
         try:
-            apart = self_check(config, device, resolve(backend, config, device, dtype), dtype)
+            difference = self_check(config, device, resolve(backend, config, device, dtype), dtype)
         except (UnsupportedError, VerificationError) as error:
             yield Finding(name, str(error), fault=backend == chosen)
         else:
             note = ", taken by model.attention auto" if backend == chosen else ""
-            yield Finding(name, f"documents of a row differ by {apart:.1e} from unpacked ones{note}")
+            yield Finding(name, f"documents of a row differ by {difference:.1e} from unpacked ones{note}")
 
 
 def _sum(world: World) -> Finding:

@@ -91,12 +91,14 @@ def init(
         "batch.micro": 1, "optim.lr": 1e-5, "steps.epochs": 1, "steps.iteration_offset": linked.offset,
         "save.path": folder / "checkpoints",
     }  # fmt: skip
-    more: dict[str, Any] = {"model.config": base} if base else {}
-    more |= {name: value for name, value in given.items() if name not in ("model.path", "data.train", "save.path")}
+    own_values: dict[str, Any] = {"model.config": base} if base else {}
+    own_values |= {
+        name: value for name, value in given.items() if name not in ("model.path", "data.train", "save.path")
+    }
     for other, instead in (("batch.accumulation", "batch.size"), ("steps.train_iters", "steps.epochs")):
-        if other in more:
+        if other in own_values:
             values.pop(instead)
-    return _write(folder, values | more | ({"model.gqa_layout": gqa_layout} if gqa_layout != "auto" else {}))
+    return _write(folder, values | own_values | ({"model.gqa_layout": gqa_layout} if gqa_layout != "auto" else {}))
 
 
 def init_after(folder: Path, before: Path, data: Sequence[Path]) -> Path:

@@ -56,8 +56,8 @@ def _distances(distances: Distances) -> dict[str, Any]:
         ] if used else [],
         "axes": list(_axes(distances)),
         "farthest": [
-            [[place[number] for number in shown], f"{one:.9g}", f"{two:.9g}", _number(apart)]
-            for apart, place, one, two in distances.farthest
+            [[place[number] for number in shown], f"{left:.9g}", f"{right:.9g}", _number(distance)]
+            for distance, place, left, right in distances.farthest
         ],
     }  # fmt: skip
 

@@ -44,7 +44,7 @@ def facts(plan: Plan, name: str) -> dict[str, Any]:
     brief = sum(len(job.sources) + len(job.targets) for job in plan.jobs) > MOST_PARTS
     kinds = []
     for (tensor, state, shape, dtype, edges), jobs in _by_kind(plan.jobs).items():
-        listed = jobs[:1] if brief else jobs
+        shown = jobs[:1] if brief else jobs
         kinds.append({
             "tensor": f"{state}.{tensor}" if state else tensor,
             "layers": ranges(job.layer for job in jobs if job.layer is not None),
@@ -59,7 +59,7 @@ def facts(plan: Plan, name: str) -> dict[str, Any]:
                     "layer": job.layer, "copies": len(job.replicas),
                     "from": _parts(job.sources, sources, read), "to": _parts(job.targets, targets, written),
                 }
-                for job in listed
+                for job in shown
             ],
         })  # fmt: skip
     target = record.get("target", {"files": {}, "bytes": 0, "small_files": []})

@@ -111,24 +111,24 @@ def load(
         shared = _shared(tensors)
         missing = [name for name in tensors if not shared[name] & stored.keys()]
         unexpected = [tensor.name for tensor in view.values() if not tensor.spellings & tensors.keys()]
-        both = [name for name in tensors if name in stored]
-        if not both or (strict and (missing or unexpected)):
+        shared_names = [name for name in tensors if name in stored]
+        if not shared_names or (strict and (missing or unexpected)):
             parts = [f"{what} {len(names)}: {some(names, SHOWN)}" for what, names in
                      (("the checkpoint lacks", missing), ("the model lacks", unexpected)) if names]  # fmt: skip
             raise RefusedError(
                 f"{type(model).__name__} and {checkpoint.path} differ in names: {'; '.join(parts)}",
-                _hint(missing) or ("strict=False fills what both have" if both else ""),
+                _hint(missing) or ("strict=False fills what both have" if shared_names else ""),
             )
-        for name in both:
+        for name in shared_names:
             _require_fit(name, tensors[name], stored[name], cast=cast)
             _require_one(shared[name], stored)
         _require_settings(model, checkpoint)
-        reads = (partial(stored[name].words, *_ranges(name, tensors[name])) for name in both)
+        reads = (partial(stored[name].words, *_ranges(name, tensors[name])) for name in shared_names)
         words = view.reader.in_order(reads, AHEAD)
-        for name in both:
+        for name in shared_names:
             _fill(model, name, tensors[name], as_torch(next(words), stored[name].dtype), shared[name])
         view.reader.complete()
-    if any(tensors[name].is_meta for name in both) and callable(tie := getattr(model, "tie_weights", None)):
+    if any(tensors[name].is_meta for name in shared_names) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # parameters that replace those on the meta device are not tied yet
     if stranded := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise RefusedError(
@@ -136,7 +136,7 @@ def load(
             f"{some(stranded, SHOWN)}",
             "make the model with accelerate.init_empty_weights(), which computes its buffers",
         )
-    return Loaded(tuple(both), tuple(missing), tuple(unexpected))
+    return Loaded(tuple(shared_names), tuple(missing), tuple(unexpected))
 
 
 WRAPPED = {"module.": "model.module", "_orig_mod.": "model._orig_mod", "base_model.model.": "the base model"}
@@ -192,9 +192,9 @@ def _require_settings(model: nn.Module, checkpoint: Checkpoint) -> None:
     where = f"the config of {type(model).__name__}"
     changed = model_differences(source, _written(config), own, where)
     names = [text.partition(":")[0] for text in changed]
-    if left := [text for name, text in zip(names, changed, strict=True) if name not in source.settings.accept]:
+    if refused := [text for name, text in zip(names, changed, strict=True) if name not in source.settings.accept]:
         raise RefusedError(
-            f"{checkpoint.path} and {where} differ in {len(left)} settings: {some(left, SHOWN)}",
+            f"{checkpoint.path} and {where} differ in {len(refused)} settings: {some(refused, SHOWN)}",
             f"make the model with the settings of the checkpoint, or take its own: accept={names}",
         )
 
@@ -236,8 +236,8 @@ def _origins(tensor: Tensor) -> frozenset[object]:
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of the parameters and saved buffers of a model; a shared tensor under each of its names."""
-    kept = model.state_dict(keep_vars=True)
-    for name, tensor in kept.items():
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor):
             yield name, tensor
 

@@ -12,8 +12,7 @@ from formats.deepspeed.mds import bloom
 from formats.deepspeed.mds.tables import FAMILIES, FIRST_LAYER, OF_BIGSCIENCE
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args.args import from_megatron, to_megatron
-from formats.megatron.args.codecs import choice, only
-from formats.model.codec import Codec, Context, Spelled, read, rows, scalar, write
+from formats.model.codec import Codec, Context, Spelled, choice, read, rows, scalar, single, write
 from formats.model.spec import ModelSpec
 from formats.torch_files.pickle_values import Opaque
 
@@ -94,23 +93,26 @@ def _positions(rotary: str, learned: str, kind: str) -> Codec:
 
 TABLE = rows(
     """
-normalization            normalization           norm
-rotary_base              rope_theta              base
+normalization            normalization           lower case
+rotary_base              rope_theta              default 10000, integer
 num_query_groups         num_key_value_heads
-group_query_attention    num_key_value_heads     groups
-num_experts              num_experts             none
-position_embedding_type  use_rotary_position_embeddings add_position_embedding position_embedding_type    positions
+group_query_attention    num_key_value_heads     whether present
+num_experts              num_experts             no experts
+position_embedding_type  use_rotary_position_embeddings add_position_embedding position_embedding_type  rotary, learned
 -                        mlp_type                = "standard"
--                        embed_layernorm         off
+-                        embed_layernorm         false if present
 """,
     {
-        **only("standard"),
-        "off": lambda key: choice((False, None))(key)._replace(write=lambda *_: {}),  # BigScience's tree alone has it
-        "norm": _norm,
-        "base": lambda key: scalar(key, lambda theta, _: BASE if theta is None else theta, lambda theta, _: int(theta)),
-        "groups": _groups,
-        "none": _no_experts,
-        "positions": _positions,
+        "false if present": lambda key: choice((False, None))(key)._replace(
+            write=lambda *_: {}
+        ),  # only BigScience has it
+        "lower case": _norm,
+        "default 10000, integer": single(
+            lambda theta, _: BASE if theta is None else theta, lambda theta, _: int(theta)
+        ),
+        "whether present": _groups,
+        "no experts": _no_experts,
+        "rotary, learned": _positions,
     },
 )
 """Argument of Megatron-LM, the arguments here, and the codec."""
@@ -151,9 +153,9 @@ def spelled(spec: ModelSpec) -> dict[str, Any]:
     theirs = to_megatron(spec)
     args = {name: theirs[name] for name in ALIKE if name in theirs} | write(TABLE, theirs, (), "")
     again = to_megatron(from_megatron(translated(args, ""), {"vocab": spec.vocab}, None, "", settled=True))
-    lost = [f"{name} = {short(value)}" for name, value in theirs.items() if again.get(name) != value]
-    if lost:
-        raise RefusedError(f"Megatron-DeepSpeed has no {', '.join(lost)} (in Megatron-LM's words)")
+    unspelled = [f"{name} = {short(value)}" for name, value in theirs.items() if again.get(name) != value]
+    if unspelled:
+        raise RefusedError(f"Megatron-DeepSpeed has no {', '.join(unspelled)} (in Megatron-LM's words)")
     return args
 
 

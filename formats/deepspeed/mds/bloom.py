@@ -17,9 +17,8 @@ from formats.checkpoint import Settings
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args import fields
 from formats.megatron.args.args import confirmed
-from formats.megatron.args.codecs import only
 from formats.megatron.classic import with_vocab
-from formats.model.codec import Codec, Context, Maker, Spelled, read, rows, scalar, write
+from formats.model.codec import Codec, Context, fixed, read, rows, scalar, single, write
 from formats.model.spec import ModelSpec
 from formats.torch_files.pickle_values import Opaque
 
@@ -35,15 +34,6 @@ def holds(args: Mapping[str, Any]) -> bool:
     """Whether the arguments are of a model with ALiBi."""
     kind = args.get(KIND)
     return isinstance(kind, Opaque) and (kind.module, kind.name, kind.args) == (ALIBI.module, ALIBI.name, ALIBI.args)
-
-
-def _alibi(key: str) -> Codec:
-    return Codec(lambda *_: None, lambda *_: {key: ALIBI})
-
-
-def _follows(setting: str) -> Maker:
-    """The codec of a setting without an argument, which equals another setting."""
-    return lambda: Codec(lambda _, context: context.values[setting], lambda *_: {})
 
 
 def _epsilon(key: str) -> Codec:
@@ -64,38 +54,31 @@ def _epsilon(key: str) -> Codec:
     return scalar(key, read_value, write_value)
 
 
-def _tied() -> Codec:
-    def write_value(value: bool, _: Context) -> Spelled:
-        if not value:
-            raise RefusedError("BigScience's tree has no output head of its own")
-        return {}
-
-    return Codec(lambda *_: True, write_value)
-
-
 TABLE = rows(
     """
-layers            num_layers
-hidden            hidden_size
-heads             num_attention_heads
-kv_heads          -                                           heads
-head_dim          kv_channels
-ffn               ffn_hidden_size
-max_positions     max_position_embeddings
-norm_epsilon      layernorm_epsilon                           epsilon
-tied              -                                           tied
--                 position_embedding_type                     alibi
--                 embed_layernorm                             = true
--                 bias_gelu_fusion                            = true
--                 openai_gelu                                 = false
--                 glu_activation                              = null
--                 apply_residual_connection_post_layernorm    = false
+layers           num_layers
+hidden           hidden_size
+heads            num_attention_heads
+kv_heads         -                                           same as heads
+head_dim         kv_channels
+ffn              ffn_hidden_size
+max_positions    max_position_embeddings
+norm_epsilon     layernorm_epsilon                           must be 1e-5
+tied             -                                           must be true
+-                position_embedding_type                     write alibi
+-                embed_layernorm                             = true
+-                bias_gelu_fusion                            = true
+-                openai_gelu                                 = false
+-                glu_activation                              = null
+-                apply_residual_connection_post_layernorm    = false
 """,
     {
-        **only(True, False, None),
-        "heads": _follows("heads"), "epsilon": _epsilon, "tied": _tied, "alibi": _alibi,
+        "same as heads": lambda: Codec(lambda _, context: context.values["heads"], lambda *_: {}),
+        "must be 1e-5": _epsilon,
+        "must be true": fixed(True, error=lambda *_: RefusedError("BigScience's tree has no output head of its own")),
+        "write alibi": single(lambda *_: None, lambda *_: ALIBI),
     },
-)  # fmt: skip
+)
 """Setting, argument and codec. `bias_gelu_fusion` selects the tanh approximation of GELU (model/fused_bias_gelu.py),
 which BLOOM uses."""
 UNDERSTOOD = {name for row in TABLE for names in row.keys for name in names}

@@ -217,12 +217,12 @@ def _open(path: Path, settings: Settings) -> _Opened:
         )
     first_layer = _first_layer(keys, spec)
     qkv, notes = _order(keys, spec, tp, settings, _ours(first), first_layer)
-    wanted = list(slots_of(spec, tp, padded, {qkv}, first_layer))
+    slots = list(slots_of(spec, tp, padded, {qkv}, first_layer))
     if not bare:
-        modules.require_files(tag, wanted, by_file, spec.layers)
+        modules.require_files(tag, slots, by_file, spec.layers)
     multiple = vocab_multiple(args, first.path)
     return _Opened(
-        run, tag, models, by_file, first_layer, tp, spec, padded, multiple, qkv, assets, config, wanted, settings, notes
+        run, tag, models, by_file, first_layer, tp, spec, padded, multiple, qkv, assets, config, slots, settings, notes
     )  # fmt: skip
 
 
@@ -400,9 +400,9 @@ def _key_of(tag: Path, name: str) -> str:
 def _progress(file: TorchFile) -> dict[str, Any]:
     """Return the progress of the training that a model file records in plain data (`OF_FILE`, `OF_ARGS`)."""
     args = vars(file.value["args"])
-    said = [(name, file.value.get(name)) for name in optimizer.OF_FILE]
-    said += [(name, args.get(name)) for name in optimizer.OF_ARGS]
-    return {name: value for name, value in said if value is not None and is_plain(value)}
+    entries = [(name, file.value.get(name)) for name in optimizer.OF_FILE]
+    entries += [(name, args.get(name)) for name in optimizer.OF_ARGS]
+    return {name: value for name, value in entries if value is not None and is_plain(value)}
 
 
 def _checkpoint(

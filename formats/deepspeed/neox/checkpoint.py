@@ -177,7 +177,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
     models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
     bare = universal.is_universal(tag) and not _has_weights(tag, models)
-    found: dict[str, dict[str, Fragment]] = {}
+    by_file: dict[str, dict[str, Fragment]] = {}
     masters = None
     if bare:
         modules.require_ranks(models, TIES)
@@ -185,15 +185,15 @@ def _open(path: Path, settings: Settings) -> _Opened:
         masters = _parts(tag, models, "fp32", tp)
         joined = _of_masters(masters, layered=layered)
     else:
-        found, tp = modules.tensors(tag, models, TIES, _key_of)
-        joined, layered = _of_files(found, tp), modules.is_layered(found)
+        by_file, tp = modules.tensors(tag, models, TIES, _key_of)
+        joined, layered = _of_files(by_file, tp), modules.is_layered(by_file)
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, joined, tp, layered, settings)
     padded = -(-model.padded // tp) * tp  # a universal checkpoint may have no padding: then the vocabulary is whole
     slots = list(slots_of(model.spec, tp, padded, {model.qkv, model.mlp}, layered=layered))
     if not bare:
-        modules.require_files(tag, slots, found, model.spec.layers)
-    return _Opened(run, tag, models, found, masters, tp, layered, model, slots, settings)
+        modules.require_files(tag, slots, by_file, model.spec.layers)
+    return _Opened(run, tag, models, by_file, masters, tp, layered, model, slots, settings)
 
 
 class _Joined(NamedTuple):

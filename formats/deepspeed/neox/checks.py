@@ -9,8 +9,9 @@ from typing import Any
 
 from formats.checkpoint import Settings
 from formats.disk.safetensors import read_bytes
-from formats.errors import RefusedError, SourceError, short, some
-from formats.model.spec import ModelSpec, differences
+from formats.errors import SourceError, short, some
+from formats.model.checks import require_same_settings
+from formats.model.spec import ModelSpec
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.pickle_values import TensorRef
 
@@ -108,11 +109,11 @@ def require_same_biases(keys: Iterable[str], config: Mapping[str, Any], where: s
     """
     biases = {option: sorted(key for key in keys if re.search(f"{key_of}$", key)) for option, key_of in BIASES.items()}
     attention = next(iter(BIASES))
-    for option, held in biases.items():
-        said = config.get(option, True)
-        if said is not bool(held) and (held or option == attention):
-            amount = f"such biases: {some(held, 3)}" if held else "no such biases"
-            reason = f"{where} says {option} = {said}, {tag} holds {amount}"
+    for option, bias_keys in biases.items():
+        flag = config.get(option, True)
+        if flag is not bool(bias_keys) and (bias_keys or option == attention):
+            amount = f"such biases: {some(bias_keys, 3)}" if bias_keys else "no such biases"
+            reason = f"{where} says {option} = {flag}, {tag} holds {amount}"
             raise SourceError(reason, "it is the yml of another model")
     return bool(biases[attention])
 
@@ -135,9 +136,4 @@ def require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, wh
     decided = {*settings.values, "max_positions", "vocab"}
     if spec.sliding_window is not None and base.sliding_window == spec.sliding_window - 1:
         decided.add("sliding_window")
-    wrong = [line for line in differences(spec, base) if line.partition(":")[0] not in decided]
-    if wrong:
-        raise RefusedError(
-            f"{where} and its config.json contradict each other (yml | config): {'; '.join(wrong)}",
-            "decide with --set NAME=VALUE, or give the right config with --config",
-        )
+    require_same_settings(spec, base, f"{where} and its config.json", "yml | config", decided)

@@ -88,11 +88,12 @@ def require_known(config: Mapping[str, Any], where: str, accept: Collection[str]
         UnsupportedError: no version has the key, which may change what the model computes.
     """
     unknown = sorted(key for key, value in config.items() if key not in OF_MODEL and key not in OF_RUN and value)
-    left = [key for key in unknown if key not in accept]
-    if left:
+    refused = [key for key in unknown if key not in accept]
+    if refused:
+        listing = ", ".join(f"{key} = {short(config[key])}" for key in refused)
         raise UnsupportedError(
-            f"{where}: no GPT-NeoX that is known here has {', '.join(f'{key} = {short(config[key])}' for key in left)}",
+            f"{where}: no GPT-NeoX that is known here has {listing}",
             "correct a misspelt key; if it changes neither layout nor computation: "
-            + " ".join(f"--accept {key}" for key in left),
+            + " ".join(f"--accept {key}" for key in refused),
         )
     return [f"unknown keys are taken for settings of the run: {', '.join(unknown)}"] if unknown else []

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
-from formats.model.codec import Codec, Context, Maker, Spelled, opposite, rows, same, scalar
+from formats.model.codec import Codec, Context, Maker, Spelled, rows, scalar, single
 from formats.model.values import positive_float, positive_int
 
 TABLE = """
@@ -20,35 +20,35 @@ layers               num_layers
 hidden               hidden_size
 heads                num_attention_heads
 max_positions        max_position_embeddings
--                    pos_emb                     = rotary       rotary
--                    pos_emb                     = learned      learned
--                    opt_pos_emb_offset          unless 0       learned
--                    mup_rp_embedding_mult       unless 1       learned
-rope_theta           rotary_emb_base             base           rotary
-tied                 no_weight_tying             opposite
-kv_heads             num_kv_heads                groups
-sliding_window       sliding_window_width        window
--                    norm                        = rmsnorm      rms
--                    norm                        = layernorm    layernorm
-norm_epsilon         rms_norm_epsilon            number         rms
-norm_epsilon         layernorm_epsilon           number         layernorm
--                    rotary_pct                  = 1.0          rms
-rotary_fraction      rotary_pct                  number         pythia
--                    activation                  = swiglu       rms
--                    activation                  = gelu         layernorm
-activation           bias_gelu_fusion            gelu_fast      pythia
-activation           bias_gelu_fusion            gelu_new       learned
-ffn                  intermediate_size           gated          rms
-ffn                  intermediate_size           inner          layernorm
--                    mlp_multiple_of             = 1
--                    use_bias_in_attn_linear     = False        rms
--                    use_bias_in_attn_linear     = True         layernorm
--                    use_bias_in_mlp             = False        rms
--                    use_bias_in_mlp             = True         layernorm
--                    gpt_j_residual              = False        rms
--                    gpt_j_residual              = False        learned
-parallel_residual    gpt_j_residual              same           pythia
-rope_scaling         yarn                        yarn
+-                    pos_emb                    write "rotary"       rotary
+-                    pos_emb                    write "learned"      learned
+-                    opt_pos_emb_offset         must be 0            learned
+-                    mup_rp_embedding_mult      must be 1            learned
+rope_theta           rotary_emb_base            integer if whole     rotary
+tied                 no_weight_tying            opposite
+kv_heads             num_kv_heads               absent if heads
+sliding_window       sliding_window_width       without the token itself
+-                    norm                       write "rmsnorm"      rms
+-                    norm                       write "layernorm"    layernorm
+norm_epsilon         rms_norm_epsilon           number               rms
+norm_epsilon         layernorm_epsilon          number               layernorm
+-                    rotary_pct                 write 1.0            rms
+rotary_fraction      rotary_pct                 number               pythia
+-                    activation                 write "swiglu"       rms
+-                    activation                 write "gelu"         layernorm
+activation           bias_gelu_fusion           gelu or gelu_fast    pythia
+activation           bias_gelu_fusion           gelu or gelu_new     learned
+ffn                  intermediate_size          3 * ffn              rms
+ffn                  intermediate_size          ffn                  layernorm
+-                    mlp_multiple_of            write 1
+-                    use_bias_in_attn_linear    write false          rms
+-                    use_bias_in_attn_linear    write true           layernorm
+-                    use_bias_in_mlp            write false          rms
+-                    use_bias_in_mlp            write true           layernorm
+-                    gpt_j_residual             write false          rms
+-                    gpt_j_residual             write false          learned
+parallel_residual    gpt_j_residual             same                 pythia
+rope_scaling         yarn                       YaRN
 """
 """The keys in the order in which they are written. transformers has classes for two kinds of models: with RMSNorm, a
 gated SiLU, no biases, a serial residual, and heads that rotate as a whole; or with LayerNorm, an MLP without a gate,
@@ -63,8 +63,6 @@ them from 2 and muP multiplies them (word_embeddings.py:142); models with them h
 WINDOW = "sliding_window_width"
 """The key for the number of earlier tokens that a token attends to: the left window of flash-attn (transformer.py:602),
 and the number of diagonals of the mask below the main diagonal (utils.py:77)."""
-CONSTANTS = ("rotary", "learned", "rmsnorm", "layernorm", "swiglu", "gelu", 1.0, 1, False, True)
-"""The values that are written for every model, or for every model of a kind."""
 YARN_ORIGINAL = "yarn_original_max_position_embeddings"
 YARN_USUAL = {"yarn_attention_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
 FUSED = {"pythia": "gelu_fast", "gpt2": "gelu_new"}
@@ -136,12 +134,7 @@ def yarn_of(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     }
 
 
-def constant(value: Any) -> Maker:
-    """A codec of a key that is always written with one value, and not read."""
-    return lambda key: scalar(key, lambda *_: None, lambda *_: value)
-
-
-def unless(value: float) -> Maker:
+def must_be(value: float) -> Maker:
     """A codec of a key that has to have one value, NeoX's default; it is not written."""
 
     def codec(key: str) -> Codec:
@@ -156,21 +149,20 @@ def unless(value: float) -> Maker:
 
 def fused(name: str) -> Maker:
     """A codec of whether the activation is fused with its bias; the fused activation is called `name`."""
-    return plain(lambda value: name if value else "gelu", lambda value: {"gelu": False, name: True}[value])
-
-
-def plain(read_value: Callable[[Any], Any], write_value: Callable[[Any], Any] = lambda value: value) -> Maker:
-    """A codec of one key, made of functions of its value alone."""
-    return lambda key: scalar(key, lambda value, _: read_value(value), lambda value, _: write_value(value))
+    return single(lambda value, _: name if value else "gelu", lambda value, _: {"gelu": False, name: True}[value])
 
 
 CODECS: Mapping[str, Maker] = {
-    "number": plain(number),
-    "base": plain(number, lambda value: int(value) if value == int(value) else value),
-    "gated": lambda key: inner(key, 3),
-    "same": same, "opposite": opposite, "groups": groups, "window": window, "inner": inner, "yarn": yarn,
-    **{f"= {value}": constant(value) for value in CONSTANTS},
-    **{f"unless {value}": unless(value) for value in (0, 1)},
-    **{name: fused(name) for name in FUSED.values()},
-}  # fmt: skip
+    "number": single(lambda value, _: number(value)),
+    "integer if whole": single(
+        lambda value, _: number(value), lambda value, _: int(value) if value == int(value) else value
+    ),
+    "absent if heads": groups,
+    "without the token itself": window,
+    "ffn": inner,
+    "3 * ffn": lambda key: inner(key, 3),
+    "YaRN": yarn,
+    **{f"must be {value}": must_be(value) for value in (0, 1)},
+    **{f"gelu or {name}": fused(name) for name in FUSED.values()},
+}
 ROWS = rows(TABLE, CODECS)

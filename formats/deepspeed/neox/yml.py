@@ -209,11 +209,11 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
     if spec.sliding_window == 1:
         raise UnsupportedError(f"sliding_window = 1 is not supported for GPT-NeoX: {WINDOW} would be 0")
     kind = _kind(spec)
-    if lost := lost_setting(ROWS, CONDITIONS[kind], spec):
-        raise UnsupportedError(f"GPT-NeoX has no {lost}")
-    kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
+    if setting := lost_setting(ROWS, CONDITIONS[kind], spec):
+        raise UnsupportedError(f"GPT-NeoX has no {setting}")
+    others = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
     topology = {"pipe_parallel_size": pp, "model_parallel_size": tp, "make_vocab_size_divisible_by": multiple}
-    return {**kept, **topology, **write(ROWS, vars(spec), CONDITIONS[kind], "the yml", base)}
+    return {**others, **topology, **write(ROWS, vars(spec), CONDITIONS[kind], "the yml", base)}
 
 
 def _kind(spec: ModelSpec) -> str:

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 
-from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
-from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
+from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
+from formats.disk.safetensors import Entry, Fragment, read_safetensors
 from formats.errors import SourceError, UnsupportedError
 from formats.families.family import Family
 from formats.huggingface import MISTRAL
 from formats.huggingface import folder as huggingface
 from formats.huggingface.mistral import params
-from formats.layout.placed import Placed, match
+from formats.layout.placed import match
 from formats.layout.slots import ALONE
 from formats.layout.table import Rule, rules
 from formats.model.spec import ModelSpec
@@ -98,9 +97,9 @@ def _fragments(path: Path) -> dict[str, Fragment]:
         if wrong:
             raise SourceError(f"{path / name} holds {wrong[0]}, which {INDEX} does not place there")
         fragments |= tensors
-    lost = [key for key in weight_map or {} if key not in fragments]
-    if lost:
-        raise SourceError(f"{path} lacks {lost[0]}, which {INDEX} names ({len(lost)} in all)")
+    missing = [key for key in weight_map or {} if key not in fragments]
+    if missing:
+        raise SourceError(f"{path} lacks {missing[0]}, which {INDEX} names ({len(missing)} in all)")
     return fragments
 
 
@@ -116,16 +115,5 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     parameters = params.written(spec)
     slots = {slot.keys[0]: slot for slot in spec.slots_in(TABLE, spec.sizes())}
     entries = [Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in slots.items()]
-    header, offsets = safetensors_header(entries, {"format": "pt"})
-    path = root / SINGLE
-    placed = tuple(
-        Placed(
-            entry.name,
-            slots[entry.name],
-            Fragment(path, offsets[entry.name], entry.dtype, entry.shape, row_major(entry.shape)),
-        )
-        for entry in entries
-    )
-    size = len(header) + sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries)
-    file = OutputFile(path, size, placed, {}, lambda _: [(0, header)])
+    file = huggingface.weights_file(root / SINGLE, entries, slots)
     return Target((file,), {params.NAME: (json.dumps(parameters, indent=2) + "\n").encode()}, {})

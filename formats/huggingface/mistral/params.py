@@ -16,25 +16,14 @@ from typing import Any
 from formats.checkpoint import Settings
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.model.checks import checked, lost_setting
-from formats.model.codec import Codec, Context, Spelled, read, rows, same, scalar, write
+from formats.model.checks import checked, lost_setting, require_same_settings
+from formats.model.codec import Codec, Context, Spelled, read, rows, write
 from formats.model.settings import corrected
-from formats.model.spec import ModelSpec, differences
+from formats.model.spec import ModelSpec
 
 NAME = "params.json"
 FAMILIES = ("mistral", "mixtral")
 """The model families that these files can hold; the second has experts."""
-
-
-def _untied(key: str) -> Codec:
-    """The codec of a key that must be false, or absent."""
-
-    def check(value: Any, context: Context) -> bool:
-        if value:
-            raise UnsupportedError(f"{context.where}: {key} = {short(value)} is not supported, only False")
-        return False
-
-    return scalar(key, check, lambda *_: False)
 
 
 def _window(key: str) -> Codec:
@@ -61,12 +50,12 @@ norm_epsilon      norm_eps
 vocab             vocab_size
 rope_theta        rope_theta
 max_positions     max_position_embeddings|max_seq_len
-sliding_window    sliding_window|_sliding_window          window
-experts           moe.num_experts                         same          moe
-top_k             moe.num_experts_per_tok                 same          moe
-tied              tied_embeddings                         untied
+sliding_window    sliding_window|_sliding_window    size or list
+experts           moe.num_experts                   same    moe
+top_k             moe.num_experts_per_tok           same    moe
+tied              tied_embeddings                   = false
 """,
-    {"same": same, "window": _window, "untied": _untied},
+    {"size or list": _window},
 )
 SILENT = {"model_type": "transformer", "activation": "silu", "use_biases": False, "causal": True}
 """Keys without a model setting, with the only value that is accepted: it does not change the computation."""
@@ -95,17 +84,15 @@ def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSp
         if key not in (*known, *OF_A_RUN) and value is not None and SILENT.get(key, ...) != value:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
     family = FAMILIES["moe.num_experts" in parameters]
-    values = read(TABLE, parameters, _conditions(family), where)
+    given = {key: value for key, value in parameters.items() if value is not None}
+    values = read(TABLE, given, _conditions(family), where)
     values |= {name: getattr(base, name) for name in ("max_positions",) if base and values[name] is None}
     values |= settings.values
     values |= {} if settings.vocab_size is None else {"vocab": settings.vocab_size}
     values |= {"family": family, "rope_scaling": None}
     spec = checked(values, corrected(where, settings.values))
-    if base and (apart := differences(spec, replace(base, own=spec.own))):
-        raise RefusedError(
-            f"{where} and its config contradict each other (params | config): {'; '.join(apart)}",
-            "decide with --set NAME=VALUE, or give the right config with --config",
-        )
+    if base:
+        require_same_settings(spec, replace(base, own=spec.own), f"{where} and its config", "params | config")
     return spec
 
 

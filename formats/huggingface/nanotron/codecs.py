@@ -6,12 +6,11 @@ models/llama.py, models/qwen.py, nn/moe.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.model.codec import Codec, Context, Maker, Spelled, same, scalar
+from formats.model.codec import Codec, Context, Maker, Spelled, fixed, scalar
 from formats.model.values import boolean, positive_float, positive_int, some_layers
 
 T = TypeVar("T")
@@ -21,28 +20,6 @@ MARKS = {LLAMA: "is_llama_config", QWEN2: "is_qwen2_config"}
 """Model class: the key that marks its config."""
 FLAG, COUNT = "true or false", "a whole number above 0"
 """The values that a key accepts, for error messages."""
-OLD_BASE = 10000.0
-"""The base of rotary embeddings in versions whose config has no `rope_theta`."""
-DEFAULT_EPSILON = 1e-6
-
-
-def _constant(allowed: Any) -> Maker:
-    """The codec of a key that may have one value only, which is also assumed where the key is absent."""
-
-    def of(key: str) -> Codec:
-        def check(value: Any, context: Context) -> Any:
-            if value is not None and (value != allowed or type(value) is not type(allowed)):
-                raise UnsupportedError(f"{context.where}: {key} = {short(value)} is not supported, only {allowed!r}")
-            return allowed
-
-        return scalar(key, check, lambda *_: allowed)
-
-    return of
-
-
-def _with_default(otherwise: Any) -> Maker:
-    """The codec of a key with a default for where it is absent."""
-    return lambda key: scalar(key, lambda value, _: otherwise if value is None else value, lambda value, _: value)
 
 
 def _flag(key: str) -> Codec:
@@ -51,13 +28,6 @@ def _flag(key: str) -> Codec:
         key,
         lambda value, context: value is not None and checked_in_file(boolean, value, key, context.where, FLAG),
         lambda value, _: value,
-    )
-
-
-def _heads(key: str) -> Codec:
-    """The codec of the number of key/value heads, which is the number of heads where the key is absent."""
-    return scalar(
-        key, lambda value, context: context.values["heads"] if value is None else value, lambda value, _: value
     )
 
 
@@ -188,22 +158,6 @@ def _dense_layers(key: str) -> Codec:
     )
 
 
-def _router_normalized() -> Codec:
-    """The codec of router normalization, which nanotron never does (nn/moe.py `Router.routing`).
-
-    The weights of a token's experts are the softmax over all experts, and do not add up to 1.
-    """
-
-    def check(normalized: bool, _: Context) -> Spelled:
-        if normalized:
-            raise RefusedError(
-                "nanotron does not make the weights of a token's experts add up to 1, and this model does"
-            )
-        return {}
-
-    return Codec(lambda *_: False, check)
-
-
 def _shared_expert(key: str) -> Codec:
     """The codec of `enable_shared_expert`, which must be true: the supported family with experts always has one."""
 
@@ -219,21 +173,22 @@ def _shared_expert(key: str) -> Codec:
 
 
 CODECS: Mapping[str, Maker] = {
-    "same": same,
-    "as heads": _heads,
-    "hidden / heads": _head_dim,
-    "or 10000": _with_default(OLD_BASE),
-    "or 1e-6": _with_default(DEFAULT_EPSILON),
-    "order": _neighbours,
-    "interpolation": _interpolation,
-    "none": lambda: Codec(lambda *_: None, lambda *_: {}),
-    "unapplied": _unapplied,
-    "every": _nope_layers,
-    "sparse": _dense_layers,
-    "weights": _router_normalized,
-    "shared": _shared_expert,
-    "or false": _with_default(False),
-    "yes or no": _flag,
-    **{f"= {json.dumps(value)}": _constant(value) for value in ("silu", None, False, True)},
+    "must be hidden / heads": _head_dim,
+    "required": _neighbours,
+    "linear factor": _interpolation,
+    "no scaling": lambda: Codec(lambda *_: None, lambda *_: {}),
+    "must be null": _unapplied,
+    "every n-th": _nope_layers,
+    "sparse list": _dense_layers,
+    "must be false": fixed(
+        False,
+        None,
+        error=lambda *_: RefusedError(
+            "nanotron does not make the weights of a token's experts add up to 1, and this model does"
+        ),
+    ),
+    "must be true": _shared_expert,
+    "flag": _flag,
 }
-"""Codec, by its name in the table."""
+"""Codec, by its name in the table. A router's weights are the softmax over all experts: those of the chosen ones do not
+add up to 1 (nn/moe.py `Router.routing`)."""

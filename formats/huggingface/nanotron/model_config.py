@@ -33,37 +33,38 @@ TABLE = rows(
 layers               num_hidden_layers
 hidden               hidden_size
 heads                num_attention_heads
-kv_heads             num_key_value_heads                  as heads
-head_dim             -                                    hidden / heads
+kv_heads             num_key_value_heads                           default heads
+head_dim             -                                             must be hidden / heads
 ffn                  intermediate_size
 max_positions        max_position_embeddings
-norm_epsilon         rms_norm_eps                         or 1e-6
-rope_theta           rope_theta                           or 10000
-tied                 tie_word_embeddings                  or false
-neighbours           rope_interleaved                     order
--                    hidden_act                           = "silu"
--                    rope_scaling                         unapplied
--                    attention_bias                       = false             llama
-rope_scaling         -                                    none                llama
-biased               attention_bias                       yes or no             qwen2
-rope_scaling         rope_seq_len_interpolation_factor    interpolation       qwen2
-sliding_window       sliding_window_size                  same              qwen2
-nope_layers          no_rope_layer                        every               qwen2
--                    flex_attention_mask                  = null              qwen2
--                    _use_qkv_packed                      = true              qwen2
--                    moe_config                           = null              no experts
-experts              moe_config.num_experts               same              experts
-top_k                moe_config.top_k                     same              experts
-expert_ffn           moe_config.moe_intermediate_size     same              experts
-shared_ffn           moe_config.shared_expert_intermediate_size    same    experts
-dense_layers         moe_config.layers                    sparse              experts
-router_normalized    -                                    weights             experts
--                    moe_config.enable_shared_expert      shared            experts
+norm_epsilon         rms_norm_eps                                  default 1e-6
+rope_theta           rope_theta                                    default 10000.0
+tied                 tie_word_embeddings                           default false
+neighbours           rope_interleaved                              required
+-                    hidden_act                                    = "silu"
+-                    rope_scaling                                  must be null
+-                    attention_bias                                = false          llama
+rope_scaling         -                                             no scaling       llama
+biased               attention_bias                                flag             qwen2
+rope_scaling         rope_seq_len_interpolation_factor             linear factor    qwen2
+sliding_window       sliding_window_size                           same             qwen2
+nope_layers          no_rope_layer                                 every n-th       qwen2
+-                    flex_attention_mask                           = null           qwen2
+-                    _use_qkv_packed                               = true           qwen2
+-                    moe_config                                    = null           no experts
+experts              moe_config.num_experts                        same             experts
+top_k                moe_config.top_k                              same             experts
+expert_ffn           moe_config.moe_intermediate_size              same             experts
+shared_ffn           moe_config.shared_expert_intermediate_size    same             experts
+dense_layers         moe_config.layers                             sparse list      experts
+router_normalized    -                                             must be false    experts
+-                    moe_config.enable_shared_expert               must be true     experts
 """,
     CODECS,
 )
 """Setting, key and codec. `neighbours` and `biased` are not model settings: the first chooses the layout, the second
-the family. Without `_use_qkv_packed` this commit of nanotron cannot compute attention."""
+the family. Versions whose config has no `rope_theta` have a base of 10000. Without `_use_qkv_packed` this commit of
+nanotron cannot compute attention."""
 
 VOCAB = "vocab_size"
 """The key of the rows of the embedding: the trainer writes the padded number (trainer.py `init_model`)."""
@@ -129,7 +130,7 @@ def read_config(
     for key, value in flat.items():
         if key not in known and key not in HARMLESS and value is not None:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
-    values = read(TABLE, flat, conditions, where)
+    values = read(TABLE, {key: value for key, value in flat.items() if value is not None}, conditions, where)
     neighbours, biased = values.pop("neighbours"), values.pop("biased", False)
     values |= settings.values
     padded = checked_in_file(positive_int, flat.get(VOCAB), VOCAB, where, COUNT)
@@ -156,19 +157,19 @@ def read_config(
     return _confirmed(values, settings.values, base, where), neighbours
 
 
-def _confirmed(values: dict[str, Any], said: Mapping[str, Any], base: ModelSpec | None, where: str) -> ModelSpec:
+def _confirmed(values: dict[str, Any], overrides: Mapping[str, Any], base: ModelSpec | None, where: str) -> ModelSpec:
     """Return the spec, compared with the Hugging Face config, which sets `max_positions` unless the user set it."""
     notes = list[str]()
-    if base and values["max_positions"] != base.max_positions and "max_positions" not in said:
+    if base and values["max_positions"] != base.max_positions and "max_positions" not in overrides:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
         values["max_positions"] = base.max_positions
-    spec = checked(values | {"notes": tuple(notes)}, corrected(where, said))
-    apart = [line for line in differences(spec, base) if line.partition(":")[0] not in said] if base else []
-    if apart:
-        decided = {line.partition(":")[0] for line in apart} & {*TYPES}
+    spec = checked(values | {"notes": tuple(notes)}, corrected(where, overrides))
+    differing = [line for line in differences(spec, base) if line.partition(":")[0] not in overrides] if base else []
+    if differing:
+        decided = {line.partition(":")[0] for line in differing} & {*TYPES}
         ways = [f"decide with --set {name}=VALUE" for name in sorted(decided)]
         raise RefusedError(
-            f"{where} and its config contradict each other (nanotron | config): {'; '.join(apart)}",
+            f"{where} and its config contradict each other (nanotron | config): {'; '.join(differing)}",
             ", ".join([*ways, f"{'or ' * bool(ways)}give the right config with --config"]),
         )
     return spec

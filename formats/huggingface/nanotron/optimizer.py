@@ -115,9 +115,9 @@ def read(source: Checkpoint) -> Optimizer:
     _require_trained(shares, by_rank[0], folder)
     if "dp" in sizes:
         _require_intervals(folder, shares, by_rank[0], sizes["dp"])
-    kept = _kept(shares)
+    state_names = _kept(shares)
     checkpoints = {}
-    for state in kept:
+    for state in state_names:
         pieces = [
             piece
             for tp, slots in by_rank.items()
@@ -160,13 +160,13 @@ def _files(folder: Path) -> tuple[dict[Ranks, Path], dict[str, int]]:
     sizes = dict(next(iter(topologies)))
     if sizes["exp"] > 1:
         raise UnsupportedError(f"{folder} is of several expert parallel ranks, which are not read", WITHOUT)
-    wanted = prod(sizes.values())
-    if len(files) != wanted or any(rank is not None and rank >= sizes[axis]
+    count = prod(sizes.values())
+    if len(files) != count or any(rank is not None and rank >= sizes[axis]
                                    for ranks in files for axis, rank in ranks._asdict().items()):  # fmt: skip
-        told = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "exp")
+        topology = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "exp")
         names = some([path.name for path in files.values()], 4)
         raise SourceError(
-            f"{folder} holds the files of {len(files)} ranks, and there were {wanted} ({told}): {names}", COPY
+            f"{folder} holds the files of {len(files)} ranks, and there were {count} ({topology}): {names}", COPY
         )
     return files, sizes
 
@@ -191,10 +191,10 @@ def _require_said(folder: Path, sizes: Mapping[str, int], source: Checkpoint) ->
         found = "with" if "dp" in sizes else "without"
         raise SourceError(f"{path} says {short(kind)}, and the files are those of a training {found} ZeRO-1", COPY)
     for axis, size in sizes.items():
-        said, weights = str(parallelism.get(SIZES[axis])), source.topology.get(axis, size)
-        if said != str(size) or weights not in (1, size):  # weights of one rank are for all topologies
+        recorded, weights = str(parallelism.get(SIZES[axis])), source.topology.get(axis, size)
+        if recorded != str(size) or weights not in (1, size):  # weights of one rank are for all topologies
             raise SourceError(
-                f"{folder} holds files of {axis} {size}: {CONFIG} says {short(said)}, the weights are of {weights}",
+                f"{folder} holds files of {axis} {size}: {CONFIG} says {short(recorded)}, the weights are of {weights}",
                 "they are of two saves: " + COPY,
             )
 
@@ -218,11 +218,11 @@ def _share(file: TorchFile) -> Share:
 def _parse(file: TorchFile) -> Share:
     where, names, kept = str(file.path), dict(file.value["names"]), dict(file.value["state"])
     treated: dict[int, Group] = {}
-    for about in file.value["param_groups"]:
-        group = group_of(plain(file, about, "a parameter group"), where)
+    for param_group in file.value["param_groups"]:
+        group = group_of(plain(file, param_group, "a parameter group"), where)
         if not isinstance(group, Group):
             raise UnsupportedError(f"{where}: its optimizer is not AdamW, which is what nanotron trains with", WITHOUT)
-        for member in about["params"]:
+        for member in param_group["params"]:
             if member in treated:
                 raise SourceError(f"{where}: parameter {short(member)} is in two groups of its optimizer")
             treated[member] = group
@@ -232,16 +232,18 @@ def _parse(file: TorchFile) -> Share:
         raise SourceError(f"{where}: states, names and groups of its optimizer are not of the same parameters", COPY)
     states: dict[str, dict[str, TensorRef]] = {state: {} for state in STATES[1:]}
     steps: dict[str, float] = {}
-    for number, about in kept.items():
-        if others := sorted(about.keys() - {"step", *STATES[1:]}):
+    for number, param_group in kept.items():
+        if others := sorted(param_group.keys() - {"step", *STATES[1:]}):
             raise UnsupportedError(
                 f"{where}: its optimizer{whose(others)} keeps {some(others, 4)} of {names[number]}, and only AdamW's "
                 "states are carried",
                 refusal_hint(others),
             )
-        steps[names[number]] = number_of(plain(file, about["step"], "a step"), f"{where}: the step of {names[number]}")
+        steps[names[number]] = number_of(
+            plain(file, param_group["step"], "a step"), f"{where}: the step of {names[number]}"
+        )
         for state in STATES[1:]:
-            states[state][names[number]] = about[state]
+            states[state][names[number]] = param_group[state]
     masters = file.value.get("gradient_accumulator")
     if masters is not None:
         if masters.keys() != steps.keys():
@@ -277,8 +279,8 @@ def _require_trained(shares: Mapping[Ranks, Share], slots: Sequence[Slot], folde
     keys, names = {slot.keys[0] for slot in slots}, {name for share in shares.values() for name in share.steps}
     if odd := sorted(names - keys):
         raise SourceError(f"{folder} trains {some(odd, 4)}, its model has no such parameter", "is it of another model?")
-    if lost := sorted(keys - names):
-        raise UnsupportedError(f"{folder} holds no states of {len(lost)} parameters, such as {lost[0]}", FROZEN)
+    if missing := sorted(keys - names):
+        raise UnsupportedError(f"{folder} holds no states of {len(missing)} parameters, such as {missing[0]}", FROZEN)
 
 
 def _require_intervals(folder: Path, shares: Mapping[Ranks, Share], slots: Iterable[Slot], ranks: int) -> None:
@@ -295,13 +297,13 @@ def _require_intervals(folder: Path, shares: Mapping[Ranks, Share], slots: Itera
     }
     configs = read_json(path).get("configs")
     for name, expected in of_files.items():
-        said = configs.get(name) if isinstance(configs, Mapping) else None
-        if not isinstance(said, Mapping):
+        recorded = configs.get(name) if isinstance(configs, Mapping) else None
+        if not isinstance(recorded, Mapping):
             raise SourceError(f"{path} does not say {name}, as every save with ZeRO-1 does", COPY)
-        for key in sorted(said.keys() | expected.keys()):
-            if said.get(key) != expected.get(key):
+        for key in sorted(recorded.keys() | expected.keys()):
+            if recorded.get(key) != expected.get(key):
                 raise SourceError(
-                    f"{path} says {name} of {key} = {_brief(said.get(key))}, and in the files it is "
+                    f"{path} says {name} of {key} = {_brief(recorded.get(key))}, and in the files it is "
                     f"{_brief(expected.get(key))}",
                     "they are of two saves: " + COPY,
                 )
@@ -321,21 +323,21 @@ def _step(shares: Mapping[Ranks, Share], details: Nanotron, source: Checkpoint) 
         UnsupportedError: parameters of one rank have made different numbers of steps.
     """
     first = next(iter(shares.values()))
-    made = next(iter(first.steps.values()))
+    count = next(iter(first.steps.values()))
     for share in shares.values():
         for key, step in share.steps.items():
-            if step != made or step < 1 or step != int(step):
-                told = f"{share.file.path}: {key} has made {step:g} steps, others {made:g}"
+            if step != count or step < 1 or step != int(step):
+                message = f"{share.file.path}: {key} has made {step:g} steps, others {count:g}"
                 if len({*share.steps.values()}) > 1 or share is first:
-                    raise UnsupportedError(told, WITHOUT)
-                raise SourceError(f"{told}: files of different saves", COPY)
-    if details.step is not None and made != details.step and STEP not in source.settings.accept:
+                    raise UnsupportedError(message, WITHOUT)
+                raise SourceError(f"{message}: files of different saves", COPY)
+    if details.step is not None and count != details.step and STEP not in source.settings.accept:
         raise SourceError(
-            f"{first.file.path} has made {made:g} steps, {source.home / METADATA} says {STEP} = {details.step}",
+            f"{first.file.path} has made {count:g} steps, {source.home / METADATA} says {STEP} = {details.step}",
             f"files of different saves? {COPY}; of a training that began without the optimizer of the one before: "
             f"--accept {STEP}",
         )
-    return int(made)
+    return int(count)
 
 
 def _groups(shares: Mapping[Ranks, Share], slots: Iterable[Slot]) -> dict[tuple[str, int | None], Group]:
@@ -402,8 +404,8 @@ def _interval(count: int, rank: int, ranks: int) -> tuple[int, int]:
 
     Where `ranks` does not divide `count`, the first ranks have one element more.
     """
-    size, more = divmod(count, ranks)
-    starts = [number * size + min(number, more) for number in (rank, rank + 1)]
+    size, remainder = divmod(count, ranks)
+    starts = [number * size + min(number, remainder) for number in (rank, rank + 1)]
     return starts[0], starts[1]
 
 

@@ -167,10 +167,10 @@ def _file(path: Path, parameters: Sequence[Slot], optimizer: Optimizer) -> Outpu
         names = [slot.keys[0] for slot in parameters]
         moments = [{"step": step, **{state: refs[f"{state} {name}"] for state in STATES[1:]}} for name in names]
         groups = [{**group._asdict(), **PLAIN, "params": [number]} for number, group in enumerate(treated)]
-        kept = {"state": dict(enumerate(moments)), "param_groups": groups, "names": dict(enumerate(names))}
+        content = {"state": dict(enumerate(moments)), "param_groups": groups, "names": dict(enumerate(names))}
         if STATES[0] in states:
-            kept["gradient_accumulator"] = {name: refs[f"{STATES[0]} {name}"] for name in names}
-        return kept
+            content["gradient_accumulator"] = {name: refs[f"{STATES[0]} {name}"] for name in names}
+        return content
 
     return archived(path, (), value, path.stem, states)
 

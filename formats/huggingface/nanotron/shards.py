@@ -252,11 +252,11 @@ def require_own_parts(files: Iterable[Shard], slots: Iterable[Slot]) -> None:
         if file.rank is None:
             continue
         slot = by_key[file.key]
-        expected, said = (sorted(pairs) for pairs in (_parts_of(slot, file.rank), _pairs(file, slot.shape)))
-        if said != expected:
+        expected, recorded = (sorted(pairs) for pairs in (_parts_of(slot, file.rank), _pairs(file, slot.shape)))
+        if recorded != expected:
             raise SourceError(
                 f"{file.fragment.path} is by its name of tensor parallel rank {file.rank.tp} of {file.rank.tps}, which "
-                f"holds {_text(expected)} of {file.key} {list(slot.shape)}, its metadata says {_text(said)}",
+                f"holds {_text(expected)} of {file.key} {list(slot.shape)}, its metadata says {_text(recorded)}",
                 "was it renamed, or edited?",
             )
 

@@ -20,8 +20,8 @@ DEFAULTS: Mapping[str, int | None] = {"bos_token_id": 1, "eos_token_id": 2, "pad
 
 def read(config: Mapping[str, Any], vocab: int | None) -> dict[str, int]:
     """The ids that a model_config.json says, by their keys, of those that the vocabulary has."""
-    said = {key: config[key] for key in DEFAULTS if type(config.get(key)) is int}
-    return {key: token for key, token in said.items() if 0 <= token < (vocab or 0)}
+    ids = {key: config[key] for key in DEFAULTS if type(config.get(key)) is int}
+    return {key: token for key, token in ids.items() if 0 <= token < (vocab or 0)}
 
 
 def written(config: Mapping[str, Any]) -> dict[str, int]:
@@ -33,30 +33,35 @@ def written(config: Mapping[str, Any]) -> dict[str, int]:
 def notes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """A note on each id for which a model_config.json has no place as a config.json says it."""
     ids = {**DEFAULTS, **written(config)}
-    said = {key: config[key] for key in DEFAULTS if key in config and _listed(config[key]) != _listed(ids[key])}
+    differing = {key: config[key] for key in DEFAULTS if key in config and _listed(config[key]) != _listed(ids[key])}
     return tuple(
         f"{key} = {'null' if value is None else short(value)} of the config, {ids[key]} in model_config.json: nanotron "
         "has one there, and computes nothing with it"
-        for key, value in said.items()
+        for key, value in differing.items()
     )
 
 
-def apart(said: Mapping[str, Any], config: Mapping[str, Any], vocab: int | None, where: object) -> tuple[str, ...]:
+def apart(
+    model_config: Mapping[str, Any], config: Mapping[str, Any], vocab: int | None, where: object
+) -> tuple[str, ...]:
     """A note on each id that is none of the vocabulary, or of which the config has another one.
 
     Args:
-        said: the content of model_config.json.
+        model_config: the content of model_config.json.
         config: that of config.json; empty without one.
         vocab: the number of tokens.
         where: the name of model_config.json in a note.
     """
-    ids = read(said, vocab)
-    left = {key: said[key] for key in DEFAULTS if said.get(key) is not None and key not in ids}
+    ids = read(model_config, vocab)
+    invalid = {key: model_config[key] for key in DEFAULTS if model_config.get(key) is not None and key not in ids}
     other = {
         key: token for key, token in ids.items() if config.get(key) is not None and token not in _listed(config[key])
     }
     return (
-        *(f"{key} = {short(value)} of {where} is none of its tokens, and is left out" for key, value in left.items()),
+        *(
+            f"{key} = {short(value)} of {where} is none of its tokens, and is left out"
+            for key, value in invalid.items()
+        ),
         *(f"{key} = {short(config[key])} as in the config, {where} has {token}" for key, token in other.items()),
     )
 

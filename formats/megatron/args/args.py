@@ -14,10 +14,10 @@ from formats.families import family_named
 from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
 from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
-from formats.model.checks import checked, layers_of, lost_setting
+from formats.model.checks import checked, layers_of, lost_setting, require_same_settings
 from formats.model.codec import read, write
 from formats.model.settings import FIXED, corrected
-from formats.model.spec import ModelSpec, differences
+from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 
 SCALING = [row for row in TABLE if row.setting == "rope_scaling"]
@@ -85,7 +85,7 @@ def agreed(
     base: ModelSpec | None,
     where: str,
     *,
-    apart: Collection[str] = (),
+    may_differ: Collection[str] = (),
 ) -> ModelSpec:
     """The spec of the settings in args, if the config that travels with them does not contradict it.
 
@@ -95,7 +95,7 @@ def agreed(
         settings: the user's values, which overrule the args.
         base: the spec of the config.
         where: what to call the file of the args in an error.
-        apart: settings in which args and config may differ.
+        may_differ: settings in which args and config may differ.
 
     Raises:
         RefusedError: args and config contradict each other.
@@ -106,7 +106,7 @@ def agreed(
     if values["sliding_window"] is not None:
         positive_int(values["sliding_window"], "sliding_window", where)
     values["family"], values["biases"] = fitting(values, holding, base, where)
-    return confirmed(_as_in_family(values, settings, base), settings, base, where, apart=apart)
+    return confirmed(_as_in_family(values, settings, base), settings, base, where, may_differ=may_differ)
 
 
 def confirmed(
@@ -115,7 +115,7 @@ def confirmed(
     base: ModelSpec | None,
     where: str,
     *,
-    apart: Collection[str] = (),
+    may_differ: Collection[str] = (),
 ) -> ModelSpec:
     """The spec of settings that name their family, if the config that travels with them does not contradict it.
 
@@ -128,13 +128,8 @@ def confirmed(
         values["max_positions"] = base.max_positions
     spec = checked(values | {"notes": tuple(notes)}, corrected(where, settings))
     if base:
-        free = {*settings, *apart, "mtp_layers"}  # no config has it
-        contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in free]
-        if contradictions:
-            raise RefusedError(
-                f"{where} and its config contradict each other (args | config): {'; '.join(contradictions)}",
-                "decide with --set NAME=VALUE, or give the right config with --config",
-            )
+        free = {*settings, *may_differ, "mtp_layers"}  # no config has it
+        require_same_settings(spec, base, f"{where} and its config", "args | config", free)
     return spec
 
 

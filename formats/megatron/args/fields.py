@@ -20,6 +20,7 @@ from typing import Any
 from formats.errors import UnsupportedError, short
 from formats.megatron.args.run_options import RUN
 from formats.model.accepted import UNKNOWN
+from formats.model.values import equal
 
 FIELDS_TEXT = """
 activation_func                             compute  null
@@ -294,11 +295,6 @@ class Field:
         return any(equal(value, known) for known in (*self.values, *named))
 
 
-def equal(value: Any, known: Any) -> bool:
-    """Whether two plain values are equal; True is not equal to 1."""
-    return bool(value == known) and isinstance(value, bool) is isinstance(known, bool)
-
-
 def _parsed(text: str) -> Iterator[Field]:
     for line in text.strip().splitlines():
         name, kind, rest = line.split(maxsplit=2)
@@ -347,20 +343,20 @@ def require_understood(
     ]
     refused = [(field, value) for field, value in unusual if field.name not in accept]
     if refused:
-        listed = "; ".join(
+        reasons = "; ".join(
             f"{field.name} = {short(value)} is not supported, only {field.values[0]!r}" for field, value in refused
         )
         words = " ".join(f"--accept {field.name}" for field, _ in refused)
-        raise UnsupportedError(f"{where}: {listed}", f"{words} converts the weights as if it were at that value")
+        raise UnsupportedError(f"{where}: {reasons}", f"{words} converts the weights as if it were at that value")
     strange = unknown(args, own)
     left = [name for name in strange if name not in accept and (UNKNOWN not in accept or name == LAYERS)]
     if left:
         left.sort(key=lambda name: name != LAYERS)
-        listed = ", ".join(f"{name} = {short(args[name])}" for name in left[:MOST_NAMES])
+        reasons = ", ".join(f"{name} = {short(args[name])}" for name in left[:MOST_NAMES])
         rest = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
         names = left if len(left) <= MOST_NAMES else [*({LAYERS} & {*left}), UNKNOWN]
         raise UnsupportedError(
-            f"{where}: no Megatron-LM that is known here has these arguments: {listed}{rest}",
+            f"{where}: no Megatron-LM that is known here has these arguments: {reasons}{rest}",
             f"if they change neither layout nor computation: {' '.join(f'--accept {name}' for name in names)}",
         )
     notes = [f"{field.name} = {short(value)} is taken as {field.values[0]!r}" for field, value in unusual]

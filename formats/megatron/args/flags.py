@@ -117,11 +117,11 @@ def _patchable(missing: list[Fault]) -> bool:
     return all(fault.patch for fault in missing)
 
 
-def _refusal_hint(left: list[Fault], args: Mapping[str, Any], able: str | None) -> str:
+def _refusal_hint(faults: list[Fault], args: Mapping[str, Any], able: str | None) -> str:
     """The hint of a refusal: another version, or the patches with the `--accept` that goes with them."""
     ways = [f"--megatron-version {able}"] if able else []
-    patches = [fault.patch for fault in left if fault.patch]
-    if _patchable(left):
+    patches = [fault.patch for fault in faults if fault.patch]
+    if _patchable(faults):
         names = dict.fromkeys(patch.name for patch in patches)
         lines = dict.fromkeys(patch_instruction(patch, args) for patch in patches)
         accepted = " ".join(f"--accept {name}" for name in names)

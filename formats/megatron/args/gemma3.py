@@ -23,14 +23,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from formats.errors import short
-from formats.megatron.args.codecs import choice, only, single
 from formats.megatron.args.layers import FULL, SLIDING
 from formats.megatron.args.mlp import GELU
 from formats.megatron.args.provider import Provider, refusal, unsupported_field
 from formats.megatron.args.rope import plain, write_base
 from formats.megatron.args.vision import FIRST_RELEASE
 from formats.model.accepted import EPSILON as DEVIATION
-from formats.model.codec import Codec, Context, rows, same
+from formats.model.codec import Codec, Context, Maker, choice, default, fixed, rows, single
 from formats.model.values import LARGEST, positive_float, positive_int, some_layers
 
 MODULE = "megatron.bridge.models.gemma.gemma3_provider"
@@ -50,40 +49,40 @@ SMALLEST = 1e-6
 """A smaller factor of attention scores is refused."""
 
 TEXT = """
-layers                       num_layers
-hidden                       hidden_size
-heads                        num_attention_heads
-kv_heads                     num_query_groups                       groups
-head_dim                     kv_channels                            hidden / heads
-ffn                          ffn_hidden_size                        four times hidden
-vocab                        vocab_size
-max_positions                seq_length
-norm_epsilon                 layernorm_epsilon                      epsilon
-tied                         share_embeddings_and_output_weights
-rope_theta                   rotary_base                            global base
-rope_local_base_freq         rotary_base                            local base
-rope_scaling                 rope_scaling_factor                    factor
-sliding_window               window_size                            tokens to the left
-layer_types                  interleaved_attn_pattern               turns
-sliding_window_pattern       interleaved_attn_pattern               turns by a number
-query_pre_attn_scalar        softmax_scale                          root
-activation                   activation_func                        tanh
-attn_logit_softcapping       -                                      no cap
-final_logit_softcapping      -                                      no cap
-use_bidirectional_attention  -                                      one direction
--                            transformer_layer_spec                 spec
--                            normalization                          = "RMSNorm"
--                            position_embedding_type                = "rope"
--                            layernorm_zero_centered_gamma          = true
--                            gated_linear_unit                      = true
--                            add_bias_linear                        = false
--                            add_qkv_bias                           = false
--                            is_vision_language                     = false
--                            num_moe_experts                        = null
--                            mtp_num_layers                         = null
--                            no_rope_freq                           = null
--                            window_attn_skip_freq                  = null
--                            seq_len_interpolation_factor           = null
+layers                         num_layers
+hidden                         hidden_size
+heads                          num_attention_heads
+kv_heads                       num_query_groups                 default heads
+head_dim                       kv_channels                      default hidden / heads
+ffn                            ffn_hidden_size                  default 4 hidden
+vocab                          vocab_size
+max_positions                  seq_length
+norm_epsilon                   layernorm_epsilon                positive number
+tied                           share_embeddings_and_output_weights
+rope_theta                     rotary_base                      second of pair
+rope_local_base_freq           rotary_base                      first of pair
+rope_scaling                   rope_scaling_factor              linear factor
+sliding_window                 window_size                      left window
+layer_types                    interleaved_attn_pattern         local and global
+sliding_window_pattern         interleaved_attn_pattern         local and global, by step
+query_pre_attn_scalar          softmax_scale                    inverse square root
+activation                     activation_func                  GELU with tanh
+attn_logit_softcapping         -                                must be null
+final_logit_softcapping        -                                must be null
+use_bidirectional_attention    -                                must be false
+-                              transformer_layer_spec           layer spec
+-                              normalization                    = "RMSNorm"
+-                              position_embedding_type          = "rope"
+-                              layernorm_zero_centered_gamma    = true
+-                              gated_linear_unit                = true
+-                              add_bias_linear                  = false
+-                              add_qkv_bias                     = false
+-                              is_vision_language               = false
+-                              num_moe_experts                  = null
+-                              mtp_num_layers                   = null
+-                              no_rope_freq                     = null
+-                              window_attn_skip_freq            = null
+-                              seq_len_interpolation_factor     = null
 """
 
 
@@ -100,10 +99,10 @@ def _base(place: int) -> Callable[[str], Codec]:
         return positive_float(spelled[place], "rotary_base", context.where)
 
     def write(_: Any, context: Context) -> list[Any]:
-        both = (context.values["rope_local_base_freq"], context.values["rope_theta"])
-        if not all(map(_is_number, both)):
-            raise refusal(f"its rotary bases are {short(both)}")
-        return [write_base(base, context) for base in both]
+        bases = (context.values["rope_local_base_freq"], context.values["rope_theta"])
+        if not all(map(_is_number, bases)):
+            raise refusal(f"its rotary bases are {short(bases)}")
+        return [write_base(base, context) for base in bases]
 
     return single(read, write)
 
@@ -186,24 +185,13 @@ def _write_activation(value: Any, _: Context) -> Mapping[str, Any]:
     return TANH
 
 
-def _without(why: str, *allowed: Any) -> Callable[[], Codec]:
-    """A codec of a setting without a field: reads the first of `allowed`, refuses other values with `why`."""
-
-    def write(value: Any, _: Context) -> Mapping[str, Any]:
-        if value not in allowed:
-            raise refusal(why.format(short(value)))
-        return {}
-
-    return lambda: Codec(lambda *_: allowed[0], write)
+def _without(why: str, *allowed: Any) -> Maker:
+    """A codec of a setting without a field, with the reason for which other values than those allowed are refused."""
+    return fixed(*allowed, error=lambda value, _: refusal(why.format(short(value))))
 
 
-def _ffn(spelled: Any, context: Context) -> Any:
-    return 4 * positive_int(context.values["hidden"], "hidden_size", context.where) if spelled is None else spelled
-
-
-def _head_dim(spelled: Any, context: Context) -> Any:
-    hidden, heads = (positive_int(context.values[name], name, context.where) for name in ("hidden", "heads"))
-    return hidden // heads if spelled is None else spelled
+def _default_ffn(context: Context) -> int:
+    return 4 * positive_int(context.values["hidden"], "hidden_size", context.where)
 
 
 def _sizes(*numbers: float) -> dict[str, Any]:
@@ -237,23 +225,19 @@ PROVIDER = Provider(
     table=rows(
         TEXT,
         {
-            **only("RMSNorm", "rope", True, False, None),
-            "": same,
-            "epsilon": single(lambda epsilon, context: positive_float(epsilon, "norm_epsilon", context.where)),
-            "groups": single(lambda groups, context: context.values["heads"] if groups is None else groups),
-            "hidden / heads": single(_head_dim),
-            "four times hidden": single(_ffn),
-            "global base": _base(1),
-            "local base": _base(0),
-            "factor": single(_read_factor, _write_factor),
-            "tokens to the left": single(_read_window, lambda tokens, _: None if tokens is None else tokens - 1),
-            "turns": single(_read_turns, _write_turns),
-            "turns by a number": single(lambda *_: None, _write_turns),
-            "root": single(_read_root, _write_root),
-            "tanh": single(_read_activation, _write_activation),
-            "no cap": _without("it caps no logits, and this model at {}", None),
-            "one direction": _without("it sees what is before a token alone", False, None),
-            "spec": choice((SPEC, None)),
+            "positive number": single(lambda epsilon, context: positive_float(epsilon, "norm_epsilon", context.where)),
+            "default 4 hidden": default(_default_ffn),
+            "second of pair": _base(1),
+            "first of pair": _base(0),
+            "linear factor": single(_read_factor, _write_factor),
+            "left window": single(_read_window, lambda tokens, _: None if tokens is None else tokens - 1),
+            "local and global": single(_read_turns, _write_turns),
+            "local and global, by step": single(lambda *_: None, _write_turns),
+            "inverse square root": single(_read_root, _write_root),
+            "GELU with tanh": single(_read_activation, _write_activation),
+            "must be null": _without("it caps no logits, and this model at {}", None),
+            "must be false": _without("it sees what is before a token alone", False, None),
+            "layer spec": choice((SPEC, None)),
         },
     ),
     defaults=DEFAULTS,

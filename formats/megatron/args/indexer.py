@@ -13,8 +13,8 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError
 from formats.layout.table import rules
-from formats.megatron.args.codecs import refusal, single
-from formats.model.codec import Codec, Context, Spelled
+from formats.megatron.args.codecs import refusal
+from formats.model.codec import Codec, Context, Spelled, single
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int, some_layers
 
@@ -62,20 +62,20 @@ def layers_without_indexer(step: str, first: str) -> Codec:
     """
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        apart, offset = spelled.get(step) or 1, spelled.get(first) or 0
+        distance, offset = spelled.get(step) or 1, spelled.get(first) or 0
         layers = some_layers(context.values["layers"])
         return _shared(
             layers,
-            positive_int(apart, step, context.where),
+            positive_int(distance, step, context.where),
             positive_int(offset, first, context.where) if offset else 0,
         )
 
     def write(some: tuple[int, ...], context: Context) -> Spelled:
         layers = some_layers(context.values["layers"])
-        for apart in range(1, len(layers) + 1):
+        for distance in range(1, len(layers) + 1):
             for offset in range(len(layers) + 1) if some else [0]:
-                if _shared(layers, apart, offset) == tuple(some or ()):
-                    return {step: apart, first: offset}
+                if _shared(layers, distance, offset) == tuple(some or ()):
+                    return {step: distance, first: offset}
         raise refusal(context, f"its layers share indexers at equal distances, here {list(some)} have none")
 
     return Codec(read, write)

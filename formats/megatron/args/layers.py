@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
-from formats.megatron.args.codecs import refusal, single
-from formats.model.codec import Codec, Context, Maker
+from formats.megatron.args.codecs import refusal
+from formats.model.codec import Codec, Context, Maker, single
 from formats.model.values import some_layers
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -99,16 +99,16 @@ def _read_window(spelled: Any, context: Context) -> int | None:
 
 
 CODECS: Mapping[str, Maker] = {
-    "no rope": _named(1, _last, int, bool, even=True),
-    "no window": full,
-    "linear": _named(1, lambda layer, step: bool((layer + 1) % step), int),
-    "no experts": _named(0, lambda layer, step: bool(layer % step), int, absent=1),
-    "kinds": single(_read_kinds, _write_kinds),
-    "window": single(_read_window, lambda tokens, _: None if tokens is None else (tokens - 1, 0)),
+    "no-RoPE layers": _named(1, _last, int, bool, even=True),
+    "full-attention layers": full,
+    "linear layers": _named(1, lambda layer, step: bool((layer + 1) % step), int),
+    "MoE frequency": _named(0, lambda layer, step: bool(layer % step), int, absent=1),
+    "layer types": single(_read_kinds, _write_kinds),
+    "left window": single(_read_window, lambda tokens, _: None if tokens is None else (tokens - 1, 0)),
 }
 """The codecs by name.
 
-`no rope` selects layers with a 1, or the last of each step; `linear` those with a 1, or all but the last of each step;
-`no experts` those with a 0, or all but the first of each step. `kinds` are a list of names for sliding and full
-attention, in turn if a config has none. `window` counts the tokens that a token sees, itself included; Megatron counts
-the tokens to its left."""
+`no-RoPE layers` are those with a 1, or the last of each step; `linear layers` those with a 1, or all but the last of
+each step. `MoE frequency` selects the dense layers: those with a 0, or all but the first of each step. `layer types`
+are a list of names for sliding and full attention, in turn if a config has none. The setting of `left window` counts
+the tokens that a token sees, itself included; Megatron counts the tokens to its left."""

@@ -20,11 +20,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import short
-from formats.megatron.args.codecs import choice, only, single
 from formats.megatron.args.provider import Provider, refusal, unsupported_field
 from formats.megatron.args.rope import YARN, plain, read_yarn, write_base, yarn
 from formats.megatron.args.vision import LATER, config_in
-from formats.model.codec import Codec, Context, Spelled, rows, same
+from formats.model.codec import Codec, Context, Spelled, choice, rows, single
 from formats.model.values import positive_float
 
 MODULE = "megatron.bridge.models.ministral3.ministral3_provider"
@@ -43,13 +42,13 @@ head_dim        kv_channels
 ffn             ffn_hidden_size
 vocab           vocab_size
 max_positions   seq_length
-norm_epsilon    layernorm_epsilon                      epsilon
+norm_epsilon    layernorm_epsilon                      positive number
 tied            share_embeddings_and_output_weights
-rope_theta      rotary_base                            base
-rope_scaling    {fields}                               growing
-sliding_window  window_size                            none
--               transformer_layer_spec                 spec
--               activation_func                        silu
+rope_theta      rotary_base                            integer if whole
+rope_scaling    {fields}                               YaRN with growth
+sliding_window  window_size                            must be null
+-               transformer_layer_spec                 layer spec
+-               activation_func                        SiLU
 -               position_embedding_type                = "yarn"
 -               normalization                          = "RMSNorm"
 -               gated_linear_unit                      = true
@@ -138,14 +137,14 @@ PROVIDER = Provider(
     table=rows(
         TEXT.format(fields=" ".join((*FIELDS.values(), WHOLE))),
         {
-            **only("RMSNorm", "yarn", True, False, None),
-            "": same,
-            "epsilon": single(lambda epsilon, context: positive_float(epsilon, "norm_epsilon", context.where)),
-            "base": single(lambda base, context: positive_float(base, "rotary_base", context.where), write_base),
-            "growing": _growing,
-            "none": _without_window(),
-            "spec": choice((SPEC, None)),
-            "silu": choice((SILU, None)),
+            "positive number": single(lambda epsilon, context: positive_float(epsilon, "norm_epsilon", context.where)),
+            "integer if whole": single(
+                lambda base, context: positive_float(base, "rotary_base", context.where), write_base
+            ),
+            "YaRN with growth": _growing,
+            "must be null": _without_window(),
+            "layer spec": choice((SPEC, None)),
+            "SiLU": choice((SILU, None)),
         },
     ),
     defaults=DEFAULTS,

@@ -12,10 +12,10 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import BIASES
-from formats.megatron.args.codecs import choice, fixed, refusal, single
+from formats.megatron.args.codecs import refusal
 from formats.megatron.args.versions import version_of
 from formats.model.accepted import FUSION
-from formats.model.codec import Codec, Context, Spelled
+from formats.model.codec import Codec, Context, Spelled, choice, fixed, single
 from formats.model.values import positive_float
 
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
@@ -71,8 +71,19 @@ def activation(squared: str, fusion: str) -> Codec:
     return Codec(read, write)
 
 
-serial = fixed("its attention and MLP read the same residual, those of Megatron follow one another", False, None)
-gain = fixed(f"the gain of its activation is {ALPHA}, this model's {{}}", ALPHA)
+serial = fixed(
+    False,
+    None,
+    error=lambda _, context: refusal(
+        context, "its attention and MLP read the same residual, those of Megatron follow one another"
+    ),
+)
+gain = fixed(
+    ALPHA,
+    error=lambda value, context: refusal(
+        context, f"the gain of its activation is {ALPHA}, this model's {short(value)}"
+    ),
+)
 
 
 def _write_clamp(limit: Any, context: Context) -> float:

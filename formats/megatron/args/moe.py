@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
-from formats.megatron.args.codecs import refusal, single
+from formats.megatron.args.codecs import refusal
 from formats.megatron.mesh import Mesh
-from formats.model.codec import Codec, Context, Maker
+from formats.model.codec import Codec, Context, Maker, single
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_float, positive_int
 
@@ -78,21 +78,23 @@ def _write_top_groups(value: int, context: Context) -> int | None:
 
 
 CODECS: Mapping[str, Maker] = {
-    "width": single(
+    "default ffn": single(
         lambda spelled, context: spelled or context.values["ffn"], lambda value, context: value or context.values["ffn"]
     ),
-    "1 unless said": single(
+    "null if 1.0": single(
         lambda spelled, context: 1.0 if spelled is None else positive_float(spelled, "router_scale", context.where),
         lambda value, _: value if value != 1.0 else None,
     ),
-    "groups": lambda key, top: Codec(
+    "null if 1 group": lambda key, top: Codec(
         lambda spelled, _: spelled.get(key) if spelled.get(top) else 1,
         lambda value, _: {key: value if value > 1 else None},
     ),
-    "top groups": single(_read_top_groups, _write_top_groups),
-    "score": single(_read_score, lambda sigmoid, _: "sigmoid" if sigmoid else "softmax"),
-    "balancing": lambda key: Codec(lambda spelled, context: _read_balancing(spelled.get(key), context), lambda *_: {}),
-    "normalized": single(
+    "top groups of experts": single(_read_top_groups, _write_top_groups),
+    "softmax or sigmoid": single(_read_score, lambda sigmoid, _: "sigmoid" if sigmoid else "softmax"),
+    "load balancing": lambda key: Codec(
+        lambda spelled, context: _read_balancing(spelled.get(key), context), lambda *_: {}
+    ),
+    "unless pre-softmax": single(
         lambda spelled, context: not (context.values["top_k"] == 1 if context.values["sigmoid"] else spelled),
         _write_normalized,
     ),

@@ -102,8 +102,8 @@ def namespace(
         old: the args of the source; those that the model and the topology do not determine are kept.
         iteration: the iteration; None for a release.
     """
-    kept = {name: value for name, value in old.items() if is_plain(name) and is_plain(value)}
-    kept = {name: value for name, value in kept.items() if name not in FIELDS or not FIELDS[name].same}
+    carried = {name: value for name, value in old.items() if is_plain(name) and is_plain(value)}
+    carried = {name: value for name, value in carried.items() if name not in FIELDS or not FIELDS[name].same}
     torch_name = options.computed or main_dtype(dtypes)
     uneven = (options.first_layers, options.last_layers, options.layout) != (None, None, None)
     per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 and not uneven else None
@@ -115,10 +115,10 @@ def namespace(
         "tokenizer_model": None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-    } | kept
+    } | carried
     split = indexer.split(spec, options.tp)
     return base | to_megatron(spec) | moe.sizes(spec, options.mesh, options.experts or options.norm) | split | {
-        "seq_length": kept.get("seq_length", spec.max_positions),
+        "seq_length": carried.get("seq_length", spec.max_positions),
         "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
         "tensor_model_parallel_size": options.tp,
         "pipeline_model_parallel_size": options.pp,

@@ -62,12 +62,12 @@ class Provider:
         """The names of the fields in the table."""
         return frozenset(name for row in self.table for names in row.keys for name in names)
 
-    def with_defaults(self, said: Fields) -> dict[str, Any] | None:
+    def with_defaults(self, fields_of_file: Fields) -> dict[str, Any] | None:
         """The fields of a file, completed with the defaults of their class; None if the file names another class."""
-        module, _, kind = str(said.get(TARGET)).rpartition(".")
+        module, _, kind = str(fields_of_file.get(TARGET)).rpartition(".")
         own, _, first = self.target.rpartition(".")
         known = {first: {}, **self.sizes}
-        return {**self.defaults, **known[kind], **said} if module == own and kind in known else None
+        return {**self.defaults, **known[kind], **fields_of_file} if module == own and kind in known else None
 
     def spec_of(
         self, args: Fields, settings: Fields, base: ModelSpec | None, where: str, accept: Collection[str]

@@ -152,7 +152,7 @@ def direct(*_: str) -> Codec:
     def write(value: Mapping[str, Any] | None, context: Context) -> Spelled:
         positions = context.values["max_positions"]
         scaling = plain(value or {}, positions)
-        factor, turned = scaling.get("factor"), yarn(scaling, YARN, positions) if scaling else None
+        factor, yarn_args = scaling.get("factor"), yarn(scaling, YARN, positions) if scaling else None
         whole_heads = context.values["rotary_fraction"] in (None, 1.0)  # YaRN's class rotates all of a head
         number = type(factor) in (int, float)
         match scaling.pop("rope_type", None):
@@ -162,8 +162,8 @@ def direct(*_: str) -> Codec:
                 return NONE | {"use_rope_scaling": True, "rope_scaling_factor": float(factor or 0)}
             case "linear" if number and scaling.keys() == {"factor"} and factor == int(factor or 0):
                 return NONE | {"rotary_seq_len_interpolation_factor": int(factor or 0)}
-            case "yarn" if turned and whole_heads:
-                return NONE | {"position_embedding_type": "yarn", **turned}
+            case "yarn" if yarn_args and whole_heads:
+                return NONE | {"position_embedding_type": "yarn", **yarn_args}
             case "dynamic" if scaling.keys() <= {"factor"}:
                 raise RefusedError(
                     "Megatron has no rope scaling dynamic",
@@ -197,14 +197,14 @@ def latent(*_: str) -> Codec:
     def write(value: Mapping[str, Any] | None, context: Context) -> Spelled:
         if not value:
             return {"rope_type": "rope", "rotary_scaling_factor": 1.0, **NO_SCALE}
-        turned = yarn(value, LATENT, context.values["max_positions"])
-        if turned is None or (value.get("mscale_all_dim") and not value.get("mscale")):
+        yarn_args = yarn(value, LATENT, context.values["max_positions"])
+        if yarn_args is None or (value.get("mscale_all_dim") and not value.get("mscale")):
             raise RefusedError(
                 f"megatron-core has no rope scaling with latents like this: {_said(value)}",
                 "it knows YaRN with a factor above 1, original_max_position_embeddings, mscale and mscale_all_dim both "
                 "or neither, and no truncate, or attention_factor but YaRN's own",
             )
-        return {"rope_type": "yarn", **turned}
+        return {"rope_type": "yarn", **yarn_args}
 
     return Codec(read, write)
 

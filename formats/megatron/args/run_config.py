@@ -289,9 +289,9 @@ def _called(function: Any) -> tuple[str, list[str]]:
         function: a function, or one with arguments (`functools.partial`), as utils/yaml_utils.py of Megatron-Bridge
             writes both.
     """
-    about = function if isinstance(function, dict) else {TARGET: function}
-    given = [key for key, value in about.items() if key not in (TARGET, "_call_", "_partial_") and value != []]
-    return str(about.get(TARGET)), given
+    fields = function if isinstance(function, dict) else {TARGET: function}
+    given = [key for key, value in fields.items() if key not in (TARGET, "_call_", "_partial_") and value != []]
+    return str(fields.get(TARGET)), given
 
 
 def _unknown_layers(builder: Any) -> dict[str, Any]:

@@ -8,12 +8,10 @@ Transformer Engine's layers. Classic files of 0.19 have other names for the conv
 
 from __future__ import annotations
 
-from typing import Any
-
-from formats.errors import RefusedError
+from formats.errors import RefusedError, short
 from formats.layout.table import rules
-from formats.megatron.args.codecs import epsilon_of, fixed, single
-from formats.model.codec import Context
+from formats.megatron.args.codecs import epsilon_of, refusal
+from formats.model.codec import Context, default, fixed
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 
@@ -63,15 +61,16 @@ multiple of `hidden`, which determines the number of heads if no argument does."
 epsilon = epsilon_of("state spaces", EPSILON)
 
 
-def _read_heads(spelled: Any, context: Context) -> Any:
-    if spelled is not None:
-        return spelled
+def _default_heads(context: Context) -> int:
     hidden, dim = (positive_int(context.values[name], name, context.where) for name in ("hidden", "state_dim"))
     return EXPANSION * hidden // dim
 
 
-heads = single(_read_heads)
-taps = fixed(f"its convolutions see {TAPS} tokens, this model's {{}}", TAPS)
+heads = default(_default_heads)
+taps = fixed(
+    TAPS,
+    error=lambda value, context: refusal(context, f"its convolutions see {TAPS} tokens, this model's {short(value)}"),
+)
 
 
 def require_topology(spec: ModelSpec, norm: str, tp: int, vpp: int) -> None:

@@ -183,9 +183,9 @@ def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
 
 def summary(counts: Counts) -> str:
     """The counts as one line of text."""
-    lost = ", ".join(f"{reason} {count:,}" for reason, count in counts.dropped.most_common())
+    dropped = ", ".join(f"{reason} {count:,}" for reason, count in counts.dropped.most_common())
     return f"{counts.read:,} read, {counts.kept:,} kept, {counts.dropped.total():,} dropped" + (
-        f" ({lost})" if lost else ""
+        f" ({dropped})" if dropped else ""
     )
 
 

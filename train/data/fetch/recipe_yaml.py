@@ -174,20 +174,20 @@ def _text(value: Any, key: str) -> str:
 
 
 def _texts(value: Any, key: str) -> tuple[str, ...]:
-    listed = value if isinstance(value, list) else [value]
-    if not listed:
+    values = value if isinstance(value, list) else [value]
+    if not values:
         raise UsageError(f"{key} is an empty list")
-    return tuple(_text(item, key) for item in listed)
+    return tuple(_text(item, key) for item in values)
 
 
 def _sources(value: Any, key: str) -> tuple[str, ...]:
-    listed = _texts(value, key)
-    kinds = {is_local(item) for item in listed}
-    if len(kinds) > 1 or (kinds == {False} and len(listed) > 1):
-        raise UsageError(f"source names {' and '.join(listed)}", "one set of the Hub, or any number of files")
-    if kinds == {False} and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", listed[0]):
-        raise UsageError(f"source {short(listed[0])} is not a valid name on the Hub", "a path begins with ./ or /")
-    return listed
+    values = _texts(value, key)
+    kinds = {is_local(item) for item in values}
+    if len(kinds) > 1 or (kinds == {False} and len(values) > 1):
+        raise UsageError(f"source names {' and '.join(values)}", "one set of the Hub, or any number of files")
+    if kinds == {False} and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", values[0]):
+        raise UsageError(f"source {short(values[0])} is not a valid name on the Hub", "a path begins with ./ or /")
+    return values
 
 
 def _template(value: Any, key: str) -> Template:

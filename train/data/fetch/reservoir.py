@@ -64,6 +64,6 @@ class Sample:
         best = np.sort(np.argsort(priorities, kind="stable")[: self.count])
         self.limit = int(priorities[best].max())
         for name in ("priorities", "starts", "sizes"):
-            kept = array("Q")
-            kept.frombytes(np.frombuffer(getattr(self, name), np.uint64)[best].tobytes())
-            setattr(self, name, kept)
+            chosen = array("Q")
+            chosen.frombytes(np.frombuffer(getattr(self, name), np.uint64)[best].tobytes())
+            setattr(self, name, chosen)

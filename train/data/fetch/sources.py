@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.common.hub_names import one_line
 from formats.errors import NetworkError, SourceError, UnsupportedError, UsageError, VitruvianError, short
 from train.data.fetch.recipe import Recipe, expanded, nearest
 from train.data.fetch.tables import Row, files_of, parquet_rows, require, rows
@@ -223,15 +223,15 @@ def _meaning(error: BaseException, name: str) -> VitruvianError:
 
     chain: BaseException | None = error
     while chain is not None:
-        text = _line(str(chain)) or type(chain).__name__
+        text = one_line(str(chain)) or type(chain).__name__
         if isinstance(chain, OfflineModeIsEnabled):
             return UsageError(f"HF_HUB_OFFLINE is set, so {name} cannot be asked for", "unset HF_HUB_OFFLINE")
         if isinstance(chain, HfHubHTTPError) and chain.response is not None:
-            return _refusal(chain.response.status_code, _line(str(chain.server_message or "") or text), name)
+            return _refusal(chain.response.status_code, one_line(str(chain.server_message or "") or text), name)
         if type(chain).__module__.partition(".")[0] in LIBRARIES or isinstance(chain, ConnectionError | TimeoutError):
             return NetworkError(f"{name} cannot be reached: {text}", "the same command, later")
         chain = chain.__cause__
-    text = _line(str(error)) or type(error).__name__
+    text = one_line(str(error)) or type(error).__name__
     if type(error).__name__ in ("DatasetNotFoundError", "DataFilesNotFoundError") or "BuilderConfig" in text:
         return UsageError(f"{name}: {text}", LOGIN if "Hub" in text else "")
     if "scripts are no longer supported" in text:
@@ -248,8 +248,3 @@ def _refusal(status: int, text: str, name: str) -> VitruvianError:
     if status in (401, 403):
         return UsageError(f"the Hub does not give {name} to this token ({status}: {text})", LOGIN)
     return UsageError(f"{name} or its revision does not exist for this token ({status}: {text})", LOGIN)
-
-
-def _line(text: str) -> str:
-    """Text as one line of bounded length; addresses are cut to the host, because the rest may contain a signature."""
-    return " ".join(re.sub(r"(https?://[^/\s'\")]+)[^\s'\")]*", r"\1", text).split())[:300]

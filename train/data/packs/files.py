@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
 from itertools import accumulate
@@ -38,6 +39,11 @@ Result = TypeVar("Result")
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def json_bytes(record: Mapping[str, Any]) -> bytes:
+    """A JSON file as people read it."""
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def stop_here() -> Interrupted:
@@ -177,6 +183,13 @@ class Joined:
             pieces.append(np.asarray(piece, self.dtype) + np.array(plus, self.dtype))
             low, number = low + len(piece), number + 1
         return np.concatenate(pieces)
+
+
+def require_mask(indexed: Indexed) -> None:
+    """Refuse token files with a loss mask of another length. Raises SourceError."""
+    mask = mask_path(indexed.prefix)
+    if mask.exists() and mask.stat().st_size != indexed.total:
+        raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {indexed.total:,} tokens")
 
 
 def marks_of(indexed: Indexed) -> NDArray[np.int64] | None:

@@ -115,9 +115,9 @@ def first_state(folder: Path) -> dict[str, State]:
         raise SourceError(f"{folder}: {error.strerror}") from None
     if not names:
         raise SourceError(f"{folder} holds no .bin")
-    lost = [name for name in names if not idx_path(folder / name).is_file()]
-    if lost:
-        raise SourceError(f"{len(lost)} of {len(names)} .bin of {folder} have no .idx: {', '.join(lost)}")
+    missing = [name for name in names if not idx_path(folder / name).is_file()]
+    if missing:
+        raise SourceError(f"{len(missing)} of {len(names)} .bin of {folder} have no .idx: {', '.join(missing)}")
     return {name: State(str(bin_path(folder.absolute() / name))) for name in names}
 
 

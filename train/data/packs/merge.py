@@ -96,9 +96,7 @@ def plan_merge(folder: Path) -> Merge:
             f"{len(forgot)} indexes do not list all documents, each sequence is taken as one: {', '.join(forgot)}"
         )
     for part in parts:
-        mask = mask_path(part.prefix)
-        if mask.exists() and mask.stat().st_size != part.total:
-            raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {part.total:,} tokens")
+        files.require_mask(part)
     facts = common_facts(
         [part.prefix for part in parts], {"documents": sum(documents), "tokens": sum(part.total for part in parts)}
     )
@@ -146,13 +144,13 @@ def _check_slices(folder: Path, names: Sequence[str]) -> list[str]:
     expected = files_of(record).get(name_of(folder)) if record else None
     if expected is None:
         return []
-    missing, more = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
+    missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
     if missing:
         raise SourceError(
             f"{folder} lacks {len(missing)} of {len(expected)} slices: {', '.join(missing)}",
             "the slicing is not finished: run `train packs slice` again",
         )
-    return [f"{len(more)} files are not slices of this pack and are merged too: {', '.join(more)}"] if more else []
+    return [f"{len(extra)} files are not slices of this pack and are merged too: {', '.join(extra)}"] if extra else []
 
 
 def check_out(merge: Merge, out: Path, force: bool) -> None:
@@ -325,7 +323,7 @@ def _log(merge: Merge, prefix: Path, sums: Sequence[Sequence[str]], verify: bool
     """The merge log: the output, and its parts with hashes."""
     heads = ["BLAKE3 of .bin", "BLAKE3 of .mask"]
     digests = [tuple(heads[: len(sums)]), *zip(*sums, strict=True), ("",) * len(sums)]
-    rows = [(*row, *more) for row, more in zip(part_rows(merge), digests, strict=True)]
+    rows = [(*row, *columns) for row, columns in zip(part_rows(merge), digests, strict=True)]
     checked = "read back and equal" if verify else "not read back"
     lines = [
         f"{merge.folder.absolute()} -> {prefix.absolute()}",

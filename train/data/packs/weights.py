@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,3 @@ def _phase(path: Path, phase: str, entry: Any) -> tuple[int, dict[str, Fraction]
         if not isinstance(name, str) or isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
             raise SourceError(f"{path}: {phase} gives {short(name)} the weight {short(weight)}", EXAMPLE)
     return tokens, {name: Fraction(str(weight)) for name, weight in weights.items()}
-
-
-def text_of(slices: dict[str, Any]) -> bytes:
-    """The bytes of a slices json file."""
-    return (json.dumps(slices, indent=1, ensure_ascii=False) + "\n").encode()

@@ -65,13 +65,13 @@ def write(
             missing = [part for part in plan.slices if not is_whole(part, out)]
             nbytes = sum(part.nbytes for part in missing)
             files.check_space(out, nbytes)
-            write_file(out / RECORD, _text(record | {"complete": False}))
+            write_file(out / RECORD, files.json_bytes(record | {"complete": False}))
             _write_states(plan, state, out)
             with Progress("slicing", nbytes, quiet) as progress:
                 tasks = [partial(write_slice, part, out, progress.advance) for part in missing]
                 files.in_threads(tasks, jobs, stop)
             _write_last_states(plan, state, out)
-            write_file(out / RECORD, _text(record | {"complete": True}))
+            write_file(out / RECORD, files.json_bytes(record | {"complete": True}))
     return len(plan.slices) - len(missing)
 
 
@@ -153,10 +153,6 @@ def _input_record(source: Source) -> dict[str, Any]:
         "idx": blake3().update_mmap(idx_path(prefix)).hexdigest(), "first_document": source.begin,
         "masked": source.masked,
     }  # fmt: skip
-
-
-def _text(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def read_record(out: Path) -> dict[str, Any] | None:

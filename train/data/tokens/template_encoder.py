@@ -110,9 +110,9 @@ class TemplateEncoder:
                 refused.append((place, "nothing"))
                 continue
             for token_ids, mask, end in documents:
-                more = [self.eod] if self.eod is not None and token_ids[-1] != self.eod else []
-                ids.append([*token_ids, *more])
-                masks.append(np.append(mask, np.full(len(more), end, np.uint8)))
+                ending = [self.eod] if self.eod is not None and token_ids[-1] != self.eod else []
+                ids.append([*token_ids, *ending])
+                masks.append(np.append(mask, np.full(len(ending), end, np.uint8)))
             counts.update([*lost, *[SPLIT] * (len(documents) - 1)])
         sizes = [len(mask) for mask in masks]
         flat = np.fromiter(chain.from_iterable(ids), np.int32, sum(sizes))
@@ -211,16 +211,16 @@ class TemplateEncoder:
         """
         bits = reply_bits(hidden.record)
         last = max(bits)
-        left = {number: self._reply(hidden, number) for number, bit in bits.items() if bit}
-        while left:
-            here = {number: reply for number, reply in left.items() if text.startswith(reply.text)}
+        remaining = {number: self._reply(hidden, number) for number, bit in bits.items() if bit}
+        while remaining:
+            here = {number: reply for number, reply in remaining.items() if text.startswith(reply.text)}
             if here:
                 spans = [((reply.begin, len(reply.text)), bits[number]) for number, reply in here.items()]
                 yield text, spans, bits[last] if last in here else 0
-            left = {number: reply for number, reply in left.items() if number not in here}
-            if left:
-                last = max(left)
-                text = left[last].whole
+            remaining = {number: reply for number, reply in remaining.items() if number not in here}
+            if remaining:
+                last = max(remaining)
+                text = remaining[last].whole
 
     def _reply(self, hidden: _Hidden, number: int) -> _Reply:
         """A reply as the template shows it in the dialogue that ends with that reply."""

@@ -187,8 +187,8 @@ def _resumed(request: Request) -> Done:
     for stream in STREAMS:
         with (request.staging / stream).open("ab") as file:
             file.truncate(done.lengths[stream])
-    for left in request.staging.glob(f"{PARTS}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for folder in request.staging.glob(f"{PARTS}*"):
+        shutil.rmtree(folder, ignore_errors=True)
     return done
 
 
@@ -302,21 +302,25 @@ def _note(request: Request, done: Done, files: dict[str, Any]) -> None:
 
 def _judge(request: Request, done: Done) -> None:
     """Refuse an empty result, or one with more dropped records than --max-drop-rate."""
-    kept = done.counts.get("documents", 0)
+    documents = done.counts.get("documents", 0)
     dropped = {reason: number for reason, number in done.counts.items() if reason in REASONS}
-    lost = sum(dropped.values())
+    count = sum(dropped.values())
     worst = max(dropped, key=lambda reason: dropped[reason], default="")
     shown = f", most of them because of {REASONS[worst]} ({done.examples[worst][0]})" if worst else ""
     hint = f"train lint names each of them; what is tokenized stays in {request.staging.name} for the same input"
-    if not kept:
+    if not documents:
         shutil.rmtree(request.staging)
         hint = "train lint names each of them; --format sets the format of the records"
-        raise SourceError(f"none of {lost} records became a document{shown}", hint if lost else "")
-    if lost and request.strict:
-        raise RefusedError(f"{lost} of {kept + lost} records are malformed{shown}", f"{hint}; --strict refuses them")
-    if lost > request.most_dropped * (kept + lost):
+        raise SourceError(f"none of {count} records became a document{shown}", hint if count else "")
+    if count and request.strict:
         raise RefusedError(
-            f"{lost} of {kept + lost} records are malformed, a larger share than {request.most_dropped:g}{shown}",
+            f"{count} of {documents + count} records are malformed{shown}",
+            f"{hint}; --strict refuses them",
+        )
+    if count > request.most_dropped * (documents + count):
+        raise RefusedError(
+            f"{count} of {documents + count} records are malformed, a larger share than "
+            f"{request.most_dropped:g}{shown}",
             f"{hint}; --max-drop-rate is the share that may be dropped",
         )
 

@@ -78,13 +78,13 @@ def message_of(turn: Mapping[str, Any], number: int, role: str, text: str | None
         Unclear: a tool call has no name, or arguments that are no object; or reasoning is no text, or given twice.
     """
     message: dict[str, Any] = {"role": role, "content": text}
-    more = {key: turn[key] for key in RENDERED if key in keys and not is_empty(turn.get(key))}
-    thought = next((more.pop(key) for key in REASONING if key in more), None)
+    further = {key: turn[key] for key in RENDERED if key in keys and not is_empty(turn.get(key))}
+    thought = next((further.pop(key) for key in REASONING if key in further), None)
     if thought is not None:
-        if not isinstance(thought, str) or any(key in more and more[key] != thought for key in REASONING):
+        if not isinstance(thought, str) or any(key in further and further[key] != thought for key in REASONING):
             raise Unclear("tool call", f"turn {number} has reasoning that is no text, or two of it")
         message |= {"thinking": thought, "reasoning_content": thought}
-    message |= {key: value for key, value in more.items() if key not in REASONING}
+    message |= {key: value for key, value in further.items() if key not in REASONING}
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], f"turn {number} has a tool call")
     return message

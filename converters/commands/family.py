@@ -53,9 +53,11 @@ def draft(model: str, out: Path | None) -> None:
         click.echo(made.text, nl=False)
         return
     write_new(out, made.text)
-    click.echo(f"{out}: {len(made.rows)} lines, {len(made.doubtful)} to review")
+    click.echo(f"{out}: {len(made.rows)} lines, {len(made.doubtful) + bool(made.unread)} to review")
     for row in made.doubtful:
         click.echo(f"  {row.key}: {row.doubt}")
+    if made.unread:
+        click.echo(f"  {made.unread}")
     if made.faults:
         click.echo(f"  it does not load yet: {made.faults}")
     table = find_family({"model_type": described.kind, "architectures": [described.architecture]})

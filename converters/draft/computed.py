@@ -12,8 +12,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from converters.draft.probes import BY_HAND
 from formats.errors import UnsupportedError
 from formats.layout.lowering import lower
 from formats.layout.pattern import parse
@@ -61,12 +62,11 @@ def without_warnings() -> Iterator[None]:
 def tiny_model(model: Model, **changes: Any) -> Any:
     """The tiny model with random weights."""
     import torch
-    import transformers
 
     config, _ = model.tiny(**changes)
     config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001  # works with any size
     torch.manual_seed(0)
-    built = getattr(transformers, model.architecture)(config).eval()
+    built = model.built(config, "cpu").eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in built.named_parameters():
@@ -91,7 +91,7 @@ def logits(model: Any, length: int = 17) -> Any:
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(
             f"a tiny {type(model).__name__}, in which every size is another number, computes nothing: {error}",
-            "its table is written by hand: CONTRIBUTING.md, Add a family",
+            BY_HAND,
         ) from error
 
 
@@ -219,12 +219,22 @@ def gated_order(model: Any, name: str, dim: int) -> tuple[bool, bool] | None:
     return orders[0] if len(orders) == 1 else None
 
 
-def turns_neighbours(model: Any) -> bool | None:
-    """Whether rotary embeddings rotate neighbours in all of a head, and not halves; None where that cannot be told."""
+class Rotation(NamedTuple):
+    """Which elements of a head rotary embeddings rotate.
+
+    Attributes:
+        neighbours: whether an element rotates with the next one, and not with the one half of the part further on.
+        part: whether it is the first part of a head, and not all of it; true also where the config may make it so.
+    """
+
+    neighbours: bool
+    part: bool
+
+
+def rotation(model: Any) -> Rotation | None:
+    """Which elements of a head the rotary embeddings of a model rotate; None where that cannot be told."""
     import torch
 
-    if getattr(model.config, "rope_parameters", None) is None:
-        return False
     rotate = getattr(inspect.getmodule(type(model)), "apply_rotary_pos_emb", None)
     angles = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     if rotate is None or angles is None:
@@ -239,7 +249,14 @@ def turns_neighbours(model: Any) -> bool | None:
     partners = [
         [at for at in torch.nonzero(row.abs() > 0).flatten().tolist() if at != i] for i, row in enumerate(moved)
     ]
-    turning = [i for i, at in enumerate(partners) if len(at) == 1]
-    if len(turning) < head:
-        return None if not turning else False  # where a part of a head rotates, no layout may tell its order
-    return partners[0] == [1] and head > 2
+    rotated = sum(len(at) == 1 for at in partners)
+    found = [bool(turns) for turns in (0, 1) if partners == _partners(head, rotated, neighbours=bool(turns))]
+    may_be_part = "partial_rotary_factor" in model.config.rope_parameters
+    return Rotation(found[0], rotated < head or may_be_part) if len(found) == 1 else None
+
+
+def _partners(head: int, rotated: int, *, neighbours: bool) -> list[list[int]]:
+    """For each element of a head the elements that it rotates with, if the first `rotated` elements do."""
+    if neighbours:
+        return [[i ^ 1] if i < rotated else [] for i in range(head)]
+    return [[(i + rotated // 2) % rotated] if i < rotated else [] for i in range(head)]

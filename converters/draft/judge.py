@@ -14,6 +14,7 @@ from typing import Any
 
 from converters.draft import computed
 from converters.draft.probes import Model
+from converters.draft.reading import require_read
 from converters.draft.tables import template
 from formats.errors import UsageError, VerificationError
 from formats.families.family import Family
@@ -31,6 +32,7 @@ def check(family: Family, model: Model, folder: Path) -> Iterator[str]:
 
     Raises:
         UsageError: the file is of another model, or tensors have no line.
+        SourceError, UnsupportedError, RefusedError: the family cannot read the config of the model.
         VerificationError: the model computes other logits after a conversion.
     """
     if (family.model_type or family.name, family.architecture) != (model.kind, model.architecture):
@@ -38,16 +40,13 @@ def check(family: Family, model: Model, folder: Path) -> Iterator[str]:
         raise UsageError(f"{family.file} describes {described}, and the model is {model.kind} ({model.architecture})")
     _check_names(family, model)
     yield f"every tensor of {model.architecture} has a line, and every line a tensor"
-    net = computed.tiny_model(model, **_untied(model))
+    require_read(family, model)
+    net = computed.tiny_model(model, **model.untied)
     net.save_pretrained(folder / "hf")
     before = computed.logits(net)
     _through(family, net, before, folder)
     yield f"equal logits after FSDP on {RANKS} ranks, in memory by torch's reader and back in Hugging Face"
     yield f"Megatron: {family.only_here or 'not judged here: compare logits with those of megatron-core once'}"
-
-
-def _untied(model: Model) -> dict[str, Any]:
-    return {"tie_word_embeddings": False} if "tie_word_embeddings" in model.defaults else {}
 
 
 def _check_names(family: Family, model: Model) -> None:
@@ -56,7 +55,7 @@ def _check_names(family: Family, model: Model) -> None:
     Raises:
         UsageError: there is such a tensor or line.
     """
-    probe = model.probe(**_untied(model))
+    probe = model.probe(**model.untied)
     choices = {name for names, _ in family.biases.values() for name in names.split()}
     lines = {spelling: rule for rule in family.tensors for spelling in rule.spellings}
     there = {template(name) for name in (*probe.hub, *probe.memory)}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from converters.draft.roles import roles_of
@@ -37,6 +39,28 @@ BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types"
 """Config keys with an entry for each layer, which a class makes itself from the number of layers."""
 SETTINGS = (*SIZES, "hidden", "shared_ffn", "dense_layers")
 """The settings that tiny models have values for."""
+NEEDED = ("layers", "hidden", "heads", "vocab")
+"""The settings without a config key for which there is no tiny model whose axes are told by their sizes."""
+BY_HAND = "its table is written by hand: CONTRIBUTING.md, Add a family"
+"""The hint for a model that cannot be drafted."""
+MOST_WORDS = 300
+"""Most characters of an error of transformers in an error here."""
+
+
+@contextmanager
+def by_transformers(architecture: str) -> Iterator[None]:
+    """A context in which nothing but classes of transformers run, to build the tiny model of an architecture.
+
+    Raises:
+        UnsupportedError: they raised whatever they raise for a config or sizes that they do not support.
+    """
+    try:
+        yield
+    except Exception as error:  # that of a class of transformers: nothing of this project runs inside
+        words = shorten(f"{type(error).__name__}: {error}", MOST_WORDS, placeholder=" …")
+        raise UnsupportedError(
+            f"transformers builds no tiny {architecture}, in which every size is another number: {words}", BY_HAND
+        ) from error
 
 
 def spellings() -> dict[str, list[str]]:
@@ -108,6 +132,11 @@ class Model:
             keys_of |= {name: free[0]} if free else {}
         return keys_of
 
+    @property
+    def untied(self) -> dict[str, Any]:
+        """The config keys with which the output head is a matrix of its own."""
+        return {"tie_word_embeddings": False} if "tie_word_embeddings" in self.defaults else {}
+
     @cached_property
     def architecture(self) -> str:
         """The name of the model class: that in the config, or the one that generates text.
@@ -125,31 +154,37 @@ class Model:
     @cached_property
     def square(self) -> bool:
         """Whether an output projection of the model class is `hidden` by `hidden`, whatever the size of a head is."""
-        import torch
-        import transformers
-
         if "head_dim" not in self.keys:
             return False
         config, sizes = self._sized(0, WIDTH[0], {})
-        with torch.device("meta"):
-            shapes = {
-                re.sub(r"\.\d+\.", ".{layer}.", name): tuple(parameter.shape)
-                for name, parameter in getattr(transformers, self.architecture)(config).named_parameters()
-            }
+        shapes = {
+            re.sub(r"\.\d+\.", ".{layer}.", name): tuple(parameter.shape)
+            for name, parameter in self.built(config, "meta").named_parameters()
+        }
         return any(shape == (sizes["hidden"],) * 2 and ("output",) in roles_of(name) for name, shape in shapes.items())
 
     @cached_property
     def linear(self) -> str:
         """The class of linear layers in the model class where it is not torch's `nn.Linear`; empty where it is."""
         import torch
-        import transformers
         from transformers.pytorch_utils import Conv1D
 
         config, _ = self.tiny()
-        with torch.device("meta"):
-            modules = getattr(transformers, self.architecture)(config).modules()
+        modules = self.built(config, "meta").modules()
         kinds = {type(module) for module in modules if isinstance(module, torch.nn.Linear | Conv1D)}
         return " and ".join(sorted(kind.__name__ for kind in kinds - {torch.nn.Linear}))
+
+    def built(self, config: Any, device: str) -> Any:
+        """The model of a config, on a device.
+
+        Raises:
+            UnsupportedError: its class builds no model of these sizes.
+        """
+        import torch
+        import transformers
+
+        with by_transformers(self.architecture), torch.device(device):
+            return getattr(transformers, self.architecture)(config)
 
     def tiny(self, number: int = 0, **changes: Any) -> tuple[Any, dict[str, int]]:
         """A config in which each axis has a different size, and these sizes; the hidden size may be that of all heads.
@@ -157,12 +192,20 @@ class Model:
         Args:
             number: which of the two tiny models, 0 or 1.
             changes: further config keys.
+
+        Raises:
+            UnsupportedError: the config class lacks a key that a draft needs, or refuses these sizes.
         """
         return self._sized(number, 0 if self.square else WIDTH[number], changes)
 
     def _sized(self, number: int, width: int, changes: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
         """As `tiny`, with a given hidden size; 0 for heads times head size."""
         keys = self.keys
+        if missing := [name for name in NEEDED if name not in keys]:
+            raise UnsupportedError(
+                f"{self.config_class.__name__} has no known config key for {', '.join(missing)}, which a draft needs",
+                BY_HAND,
+            )
         keywords = {key: value for key, value in self.said.items() if key not in BY_LAYER}
         keywords |= {key: 1 for key in self.defaults if key.endswith("_token_id")}
         values: dict[str, Any] = {name: sizes[number] for name, sizes in SIZES.items() if name in keys}
@@ -175,7 +218,8 @@ class Model:
         if type(self.defaults.get(keys.get(IN_FRONT[0], ""))) is int:
             values[IN_FRONT[0]] = IN_FRONT[1]
         keywords |= {keys[name]: value for name, value in values.items() if name in keys}
-        config = self.config_class(**{**keywords, **changes})
+        with by_transformers(self.architecture):
+            config = self.config_class(**{**keywords, **changes})
         config.architectures = [self.architecture]
         values |= {name: SIZES[name][number] for name in SIZES if name not in values}
         ffn = values["expert_ffn"] if "expert_ffn" in keys else values["ffn"]
@@ -186,14 +230,10 @@ class Model:
 
     def probe(self, number: int = 0, **changes: Any) -> Probe:
         """A tiny model on the meta device. Arguments are as in `tiny`."""
-        import torch
-        import transformers
-
         from converters.plan import tensor_origins
 
         config, sizes = self.tiny(number, **changes)
-        with torch.device("meta"):
-            model = getattr(transformers, self.architecture)(config)
+        model = self.built(config, "meta")
         model._weight_conversions = None  # noqa: SLF001  # no file was loaded: the conversions are those of the class
         answer = tensor_origins.trace_model(model, {})
         order = [*dict.fromkeys([*dict(model.named_parameters()), *answer["memory"]])]

@@ -11,6 +11,7 @@ from typing import Any
 from converters.draft import computed
 from converters.draft.probes import SIZES, Model, Probe
 from converters.draft.roles import patterns, roles_of
+from formats.errors import UnsupportedError
 
 ROUTED = re.compile(r"(?:expert|router|shared)_|router")
 """Tensors of layers with experts."""
@@ -26,6 +27,8 @@ TIED = ("tied", "optional")
 OF_RUNS = {"tie_word_embeddings", "use_cache", "is_decoder", "output_router_logits"}
 """Config keys that change no tensor, or only what every table leaves open."""
 NOT_SEEN = "in this order by its name; nothing here can see it: read its class, and compare logits in Megatron"
+
+PART_BY_NEIGHBOURS = "adjacent elements of a part of each head rotate, an order that no pattern has"
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,11 @@ def template(name: str) -> str:
 def drafted(model: Model) -> Drafted:
     """The drafted table of a model."""
     fixed, biases, extra = list[str](), dict[str, tuple[str, bool]](), dict[str, Any]()
-    full: dict[str, Any] = {"tie_word_embeddings": False} if "tie_word_embeddings" in model.defaults else {}
-    choices: dict[str, str] = {}
+    full, choices = model.untied, dict[str, str]()
     for key, (off, on) in _switches(model).items():
         try:
             without, with_it = (_names(model.probe(**{**full, key: value})) for value in (off, on))
-        except Exception:  # noqa: BLE001  # whatever its class raises: it supports only one value
+        except UnsupportedError:  # its class supports only one value
             fixed.append(key)
             continue
         added, removed = with_it - without, without - with_it
@@ -150,12 +152,16 @@ class _Asked:
         return computed.tiny_model(self.model, **self.changes, **{self.model.keys["layers"]: 1})
 
     @cached_property
+    def rotates(self) -> bool:
+        return getattr(self.whole.config, "rope_parameters", None) is not None
+
+    @cached_property
     def norms(self) -> dict[str, str]:
         return computed.norms(self.whole)
 
     @cached_property
-    def neighbours(self) -> bool | None:
-        return computed.turns_neighbours(self.whole)
+    def rotation(self) -> computed.Rotation | None:
+        return computed.rotation(self.whole)
 
 
 def _rows(probes: Sequence[Probe], asked: _Asked) -> Iterator[Row]:
@@ -233,11 +239,14 @@ def _gated(row: Row, name: str, asked: _Asked) -> Row:
 
 def _turned(row: Row, asked: _Asked) -> Row:
     """A row with the order of rotary pairs in heads filled in, or marked as doubtful."""
-    if "half pair" not in row.pattern:
+    if "half pair" not in row.pattern or not asked.rotates:
         return row
-    if asked.neighbours:
-        return replace(row, pattern=row.pattern.replace("half pair", "pair half"))
-    return replace(row, doubt=NOT_SEEN if asked.neighbours is None and "query" in row.tensors else "")
+    if asked.rotation is None:
+        return replace(row, doubt=NOT_SEEN)
+    if asked.rotation.neighbours and asked.rotation.part:
+        return replace(row, doubt=PART_BY_NEIGHBOURS)
+    order = "pair half" if asked.rotation.neighbours else "half pair"
+    return replace(row, pattern=row.pattern.replace("half pair", order))
 
 
 def _dims(pattern: str) -> list[str]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from converters.draft.probes import BY_LAYER, Model
-from converters.draft.tables import Drafted, Row
+from converters.draft.reading import unread
+from converters.draft.tables import PART_BY_NEIGHBOURS, Drafted, Row
 from formats.errors import UsageError
 from formats.families import FAMILIES
+from formats.families.family import Family
 from formats.huggingface.family_file import load
 from formats.huggingface.nulls import NULLABLE
 from formats.huggingface.settings_table import USUAL
@@ -44,11 +46,13 @@ class Draft:
         text: the contents of the file.
         rows: the lines of its table.
         faults: why the file does not load yet; empty if it does.
+        unread: why the family cannot read the config of its own model yet; empty if it can.
     """
 
     text: str
     rows: tuple[Row, ...]
     faults: str
+    unread: str = ""
 
     @property
     def doubtful(self) -> list[Row]:
@@ -61,26 +65,31 @@ def draft(model: Model, table: Drafted) -> Draft:
     values = _values(model, table)
     own = list(values["own"])
     values["only_here"] = ""
-    error = _loaded(_text(values, table.rows))
-    if error and "only_here" in error.hint:
-        why, error = str(error).partition(": ")[2], None
-    else:
-        why = UNSEEN
-    values["only_here"] = f"nobody has said what Megatron makes of {', '.join(own)}" if own else why
-    error = error or _loaded(_text(values, table.rows))
-    return Draft(_text(values, table.rows), table.rows, str(error).partition(": ")[2] if error else "")
+    loaded, why = _loaded(_text(values, table.rows)), UNSEEN
+    if isinstance(loaded, UsageError) and "only_here" in loaded.hint:
+        why = str(loaded).partition(": ")[2]
+    if any(row.doubt == PART_BY_NEIGHBOURS for row in table.rows):
+        why = PART_BY_NEIGHBOURS
+    elif own:
+        why = f"nobody has said what Megatron makes of {', '.join(own)}"
+    values["only_here"] = why
+    text = _text(values, table.rows)
+    loaded = _loaded(text)
+    if isinstance(loaded, UsageError):
+        return Draft(text, table.rows, str(loaded).partition(": ")[2])
+    reason = unread(loaded, model)
+    return Draft(_text(values, table.rows, reason), table.rows, "", reason)
 
 
-def _loaded(text: str) -> UsageError | None:
-    """The error on loading a family file with this text, None if it loads."""
+def _loaded(text: str) -> Family | UsageError:
+    """The family of a file with this text, or the error on loading it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "family.toml"
         path.write_text(text)
         try:
-            load(path)
+            return load(path)
         except UsageError as error:
             return error
-    return None
 
 
 def _values(model: Model, table: Drafted) -> dict[str, Any]:
@@ -148,7 +157,7 @@ def _taken(model: Model, *keys: str) -> str:
     return second if 0.75 in made.values() else first
 
 
-def _text(values: Mapping[str, Any], rows: tuple[Row, ...]) -> str:
+def _text(values: Mapping[str, Any], rows: tuple[Row, ...], unread: str = "") -> str:
     """The contents of the family file."""
     lines = [f"# Drafted by `convert family`: what it could not see is marked; {UNJUDGED}."]
     tables = {name: value for name, value in values.items() if isinstance(value, dict) and value}
@@ -163,6 +172,7 @@ def _text(values: Mapping[str, Any], rows: tuple[Row, ...]) -> str:
     guessed = [row for row in rows if row.pattern]
     lines += ["table = '''", *(_line(row, wide, deep) for row in guessed), "'''"]
     lines += [f"# ? {row.key}: {row.doubt}" for row in rows if row.doubt]
+    lines += [f"# ? {unread}"] if unread else []
     for name, value in tables.items():
         lines += ["", f"[{name}]{ABOUT.get(name, '')}", *_pairs(value)]
     return "\n".join(lines) + "\n"

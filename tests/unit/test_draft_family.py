@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from converters.draft.computed import single_threaded, without_warnings
+from converters.draft.computed import Rotation, rotation, single_threaded, tiny_model, without_warnings
 from converters.draft.probes import model_of
-from converters.draft.tables import drafted
+from converters.draft.tables import PART_BY_NEIGHBOURS, drafted
 from converters.draft.toml import draft
+from formats.errors import UnsupportedError
 from formats.families import FAMILIES
 
 RIGHT = {
@@ -31,7 +34,8 @@ def test_so_many_lines_are_those_of_the_table(name):
     assert (len(ours & expected), len(expected)) == RIGHT[name], sorted(map(str, expected ^ ours))
     bare = {(key, pattern) for key, pattern, _ in ours}
     assert {(key, pattern) for key, pattern, _ in expected} <= bare, "of the others the conditions alone differ"
-    assert (made.faults, made.doubtful) == ("", [])
+    assert (made.faults, made.unread) == ("", "")
+    assert {row.doubt for row in made.doubtful} == ({PART_BY_NEIGHBOURS} if name == "glm4" else set())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "llama"])
@@ -45,10 +49,79 @@ def glm(tmp_path_factory):
     with single_threaded(), without_warnings():
         model = model_of("glm")
         made = draft(model, drafted(model))
-    assert 'only_here = "nobody has compared its logits' in made.text, "Megatron is refused until somebody has"
     path = tmp_path_factory.mktemp("draft") / "glm.toml"
     path.write_text(made.text)
     return path
+
+
+def test_an_order_in_heads_that_no_pattern_has_is_marked_in_every_line_that_claims_one(glm):
+    lines = glm.read_text().splitlines()
+    assert f'only_here = "{PART_BY_NEIGHBOURS}"' in lines
+    claimed = {line.split()[0] for line in lines if "half pair" in line}
+    assert len(claimed) == 4
+    assert {f"# ? {key}: {PART_BY_NEIGHBOURS}" for key in claimed} <= {*lines}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("glm", Rotation(neighbours=True, part=True)), ("gpt_neox", Rotation(neighbours=False, part=True)),
+        ("cohere", Rotation(neighbours=True, part=False)), ("llama", Rotation(neighbours=False, part=False)),
+        ("phi", None),
+    ],
+)  # fmt: skip
+def test_which_elements_of_a_head_rotate(name, expected):
+    with single_threaded(), without_warnings():
+        assert rotation(tiny_model(model_of(name))) == expected
+
+
+def test_a_head_that_a_config_rotates_as_a_whole_is_still_one_of_which_a_part_may_rotate():
+    with single_threaded(), without_warnings():
+        model = tiny_model(model_of("glm"), rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 1.0})
+        assert rotation(model) == Rotation(neighbours=True, part=True)
+
+
+def test_megatron_is_refused_until_somebody_has_compared_logits():
+    with single_threaded(), without_warnings():
+        model = model_of("llama")
+        made = draft(model, drafted(model))
+    assert 'only_here = "nobody has compared its logits' in made.text
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "reason", "way"),
+    [
+        ("olmo", 3, "the config of a tiny OlmoForCausalLM does not say norm_epsilon", "under [defaults]"),
+        ("vaultgemma", 4, "the config of a tiny VaultGemmaForCausalLM: layers of type 'sliding_attention'", "by hand"),
+    ],
+)
+def test_what_a_family_cannot_say_of_its_own_model_is_marked_and_said_first(convert, tmp_path, name, code, reason, way):
+    path = tmp_path / f"{name}.toml"
+    ran = convert("family", name, path)
+    assert ran.code == 0, ran.err
+    assert f"1 to review\n  {reason}" in ran.out
+    assert f"# ? {reason}" in path.read_text()
+    ran = convert("family", "check", path, name)
+    assert ran.code == code
+    assert ran.err.startswith(f"error: {reason}")
+    assert way in ran.err
+    assert "--set" not in ran.err
+
+
+def test_what_the_hint_says_helps(convert, tmp_path):
+    path = tmp_path / "olmo.toml"
+    assert convert("family", "olmo", path).code == 0
+    path.write_text(path.read_text().replace("[defaults]", "[defaults]\nnorm_epsilon = 1e-05"))
+    ran = convert("family", "check", path, "olmo")
+    assert ran.code == 0, ran.err
+
+
+def test_a_draft_of_a_model_with_a_table_is_not_needed(convert, tmp_path):
+    path = tmp_path / "exaone4.toml"
+    assert convert("family", "exaone4", path).code == 0
+    ran = convert("family", "check", path, "exaone4")
+    assert ran.code == 2
+    assert f"exaone4 has a table, which every command takes: no command needs {path}" in ran.err
 
 
 def test_a_family_without_a_table_is_drafted_and_judged(glm, convert):
@@ -90,6 +163,22 @@ def test_a_class_that_computes_nothing_with_such_sizes_is_refused(convert, tmp_p
     ran = convert("family", "codegen", tmp_path / "codegen.toml")
     assert ran.code == 4
     assert "a tiny CodeGenForCausalLM, in which every size is another number, computes nothing" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mamba", "MambaConfig has no known config key for heads, which a draft needs"),
+        ("jetmoe", "JetMoeConfig has no known config key for heads, which a draft needs"),
+        ("lfm2_moe", "no tiny Lfm2MoeForCausalLM, in which every size is another number: TypeError"),
+        ("gpt_neo", "no tiny GPTNeoForCausalLM, in which every size is another number: StrictDataclass"),
+        ("diffllama", "ValueError: DiffLlama requires `num_key_value_heads` to be even"),
+    ],
+)
+def test_a_class_that_cannot_be_built_with_such_sizes_is_refused(name, reason):
+    with single_threaded(), without_warnings(), pytest.raises(UnsupportedError, match=re.escape(reason)) as refused:
+        drafted(model_of(name))
+    assert "\n" not in str(refused.value)
 
 
 def test_what_transformers_does_not_know_is_refused(convert):

@@ -36,6 +36,10 @@ class UsageError(VitruvianError):
     exit_code = 2
 
 
+class ShortMemoryError(UsageError):
+    """The system gives this process no further memory."""
+
+
 class SourceError(VitruvianError):
     """The source cannot be read, is damaged or is incomplete."""
 
@@ -99,11 +103,18 @@ class Interrupted(VitruvianError):
 
 TOO_MANY = "more files have to be allowed: `ulimit -Sn $(ulimit -Hn)`, and above that only an administrator can"
 """What to do where a process may not open a further file."""
+LESS = "lower -j and --memory where the command has them, or raise the limit of memory (`ulimit -v`)"
+"""What to do where the system gives no further memory."""
 
 
 def hint_of(error: OSError) -> str:
     """What to do about an error of the operating system; empty where nothing is known."""
     return TOO_MANY if error.errno == errno.EMFILE else ""
+
+
+def short_memory(what: str) -> ShortMemoryError:
+    """The error of a process that gets no further memory. `what`: a clause that says for what it was, or for whom."""
+    return ShortMemoryError(f"memory is short: {what}", LESS)
 
 
 def some(names: Sequence[str], most: int) -> str:

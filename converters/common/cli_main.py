@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from converters.common.cli_help import with_examples
-from formats.errors import OutputError, UnsupportedError, UsageError, VitruvianError, hint_of
+from formats.errors import OutputError, UnsupportedError, UsageError, VitruvianError, hint_of, short_memory
 
 EXIT_CODES = """\b
 Exit codes:
@@ -91,6 +91,19 @@ def _say(what: str, text: str, colour: str) -> None:
     click.echo(f"{what if plain else click.style(what, fg=colour, bold=True)}: {printable(text)}", err=True)
 
 
+def _known(error: Exception) -> VitruvianError | None:
+    """What an error of Python says of this machine; None where it is a bug."""
+    if isinstance(error, RuntimeError):
+        from formats.disk.threads import is_of_a_thread, no_further_thread
+
+        return no_further_thread() if is_of_a_thread(error) else None
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
+        return UnsupportedError(
+            f"this needs {error.name}, which is not installed", "pip install 'vitruvian[transformers]'"
+        )
+    return None
+
+
 def run(group: click.Group, program: str) -> None:
     """Run a command line: one sentence and a hint for every error, and its exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `convert … | head` ends quietly
@@ -115,16 +128,16 @@ def run(group: click.Group, program: str) -> None:
         if verbose:
             raise
         _tell(OutputError(f"{error.filename or 'output'}: {error.strerror}", hint_of(error)))
+    except MemoryError as error:
+        if verbose:
+            raise
+        error.__traceback__ = error.__context__ = None  # what the frames of the command hold is free again
+        _tell(short_memory(str(error) or "Python got no more"))
     except Exception as error:  # the last resort, which says that it is a bug
         if verbose:
             raise
-        lacking = error.name if isinstance(error, ModuleNotFoundError) else ""
-        if lacking in ("torch", "transformers"):
-            _tell(
-                UnsupportedError(
-                    f"this needs {lacking}, which is not installed", "pip install 'vitruvian[transformers]'"
-                )
-            )
+        if known := _known(error):
+            _tell(known)
         click.echo(f"bug: {type(error).__name__}: {error}", err=True)
         click.echo(f"hint: run `{program} -vv …` again and report what it prints", err=True)
         sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from converters.library.conversion import Converted, carry_out, request_from
@@ -71,9 +72,16 @@ def average(
     """
     given_options, given = checked(options, OF_MEAN), None
     checked({"ema": ema, "last": last}, ("ema", "last"))
+    if last is not None and not isinstance(checkpoints, str | PathLike):
+        raise UsageError(
+            f"checkpoints = {short(checkpoints)}, and with last it is the folder of one run",
+            "leave last out, or name the run",
+        )
     if last is not None:
         paths = last_of(path_of(checkpoints, "checkpoints"), last)
     elif isinstance(checkpoints, Mapping):
+        if ema is not None:
+            raise UsageError("ema says every weight, and so does a dict of checkpoints", "name them in a list")
         paths, given = [path_of(checkpoint, "checkpoints") for checkpoint in checkpoints], [*checkpoints.values()]
         if odd := [weight for weight in given if not NUMBER.holds(weight)]:
             raise UsageError(f"the weight {short(odd[0])} is not {NUMBER.words}")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from converters.common.hub_names import folder_of
 from converters.hub.push_plan import check_names
 from converters.library.options import Conversion, Place, checked, path_of
+from formats.disk.threads import starting
 from formats.errors import Interrupted, UsageError, VitruvianError
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class Exporter:
         options: the options of `vitruvian.convert`, such as `config` and `dtype`.
 
     Raises:
-        UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.
+        UsageError: an option is unknown or has an impossible value, `push` is not a valid name on the Hub, or the
+            system starts no further thread.
     """
 
     def __init__(
@@ -137,7 +139,8 @@ class Exporter:
         self.pending: deque[tuple[int, Path]] = deque()
         self.condition, self.busy, self.closed = threading.Condition(), False, False
         self.thread = threading.Thread(target=self._work, name="vitruvian-export")
-        self.thread.start()
+        with starting():
+            self.thread.start()
 
     @property
     def results(self) -> list[Export]:

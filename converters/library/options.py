@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -154,8 +155,11 @@ def choice(literal: Any) -> Kind:
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 PLACE = Kind("a path", lambda value: isinstance(value, str | PathLike) and os.fspath(value) != "")
-NUMBER = Kind("a number", lambda value: type(value) in (int, float))
-RATE = Kind("a number of 0 or more", lambda value: type(value) in (int, float) and 0 <= value < math.inf)
+NUMBER = Kind(
+    "a number that a float can be",
+    lambda value: type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max),
+)
+RATE = Kind("a number of 0 or more", lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 NAMES = Kind(
     "a list of texts",

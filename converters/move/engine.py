@@ -19,7 +19,7 @@ from converters.move.source_checks import SourceChecks
 from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.disk.threads import TOO_MANY, Threads
-from formats.errors import Interrupted, UsageError
+from formats.errors import LESS, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from converters.move.workers import Workers
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COPIED, STARTED = (2, 64 << 20), (4, 512 << 20)
 """(fewest worker processes, fewest bytes for each) for which processes replace threads: forked, and newly started."""
 TASKS = Path("/proc/self/task")
-LIMITS = {errno.EAGAIN: TOO_MANY, errno.ENOMEM: "lower -j: the memory is short"}
+LIMITS = {errno.EAGAIN: TOO_MANY, errno.ENOMEM: LESS}
 """Error of a process that is started: what to do about it (fork(2), ERRORS)."""
 
 

@@ -14,7 +14,7 @@ from converters.move.regions import Nearby, tiles
 from converters.move.replicas import Copies, Tile
 from converters.plan.plan import Job
 from formats.disk.safetensors import DTYPES, FLOATS
-from formats.errors import RefusedError, UsageError
+from formats.errors import RefusedError, short_memory
 
 Box = tuple[tuple[int, int], ...]
 """A start and a stop along each axis of a logical tensor."""
@@ -31,9 +31,7 @@ class Buffers(threading.local):
         try:
             self.tile, self.other, self.scratch = (np.empty(size, np.uint8) for size in (tile, tile, around))
         except MemoryError:
-            raise UsageError(
-                f"this machine has no {nbytes} bytes for the buffers of a thread", "lower --memory, or raise -j"
-            ) from None
+            raise short_memory(f"there are no {nbytes} bytes for the buffers of a thread") from None
 
 
 class Reading:

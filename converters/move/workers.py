@@ -40,7 +40,7 @@ from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.disk.handle import is_remote
 from formats.disk.safetensors import Fragment
-from formats.errors import Interrupted, VitruvianError
+from formats.errors import Interrupted, ShortMemoryError, VitruvianError, short_memory
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -51,7 +51,12 @@ EVERY = 0.1
 """Seconds between two progress messages of a worker, and between two checks of whether to stop."""
 PATIENCE = 10
 """Seconds within which a worker must end when it has no job or is asked to stop; after that it is killed."""
-_CHILD = "import sys; sys.path[:] = sys.argv[2:]; from converters.move.workers import serve; serve(int(sys.argv[1]))"
+SHORT = 12
+"""Exit code of a worker that gets no further memory."""
+_CHILD = (
+    "import sys; sys.path[:] = sys.argv[2:]; from converters.move.workers import serve; "
+    "sys.exit(serve(int(sys.argv[1])))"
+)
 
 
 class _Setting(NamedTuple):
@@ -130,6 +135,7 @@ class Pass:
 
         Raises:
             Interrupted: the worker ended unexpectedly, or did not stop when asked to.
+            ShortMemoryError: it got no further memory.
         """
         job = job.made
         if not _is_portable(job):
@@ -204,6 +210,7 @@ class _Worker:
 
         Raises:
             Interrupted: the worker ended unexpectedly, or did not stop within `PATIENCE` seconds and was killed.
+            ShortMemoryError: it got no further memory.
         """
         self.send(job)
         asked = inf
@@ -248,14 +255,17 @@ class _Worker:
 
         Raises:
             Interrupted: the worker has ended.
+            ShortMemoryError: it got no further memory.
         """
         try:
             self.connection.send(message)
         except ConnectionError:
             raise self._ended() from None
 
-    def _ended(self) -> Interrupted:
+    def _ended(self) -> Interrupted | ShortMemoryError:
         code = self.process.wait()
+        if code == SHORT:
+            return short_memory(f"process {self.process.pid}, one of those that convert, got no more")
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return Interrupted(
             f"process {self.process.pid}, one of those that convert, was ended {how}",
@@ -281,8 +291,7 @@ class _Copy:
                 os.setsid()
                 for connection in others:
                     connection.close()
-                serve(descriptor)
-                code = 0
+                code = serve(descriptor)
             except BaseException:  # noqa: BLE001  # the fork must not continue the work of this process
                 traceback.print_exc()
             finally:
@@ -317,20 +326,26 @@ class _Copy:
 # --- the process of a worker -----------------------------------------------------------------------------------------
 
 
-def serve(descriptor: int) -> None:
-    """Execute jobs from a socket until its other end is closed. Signals are left to the parent process."""
+def serve(descriptor: int) -> int:
+    """Execute jobs from a socket until its other end is closed. Signals are left to the parent process.
+
+    Returns:
+        The exit code of this process.
+    """
     from multiprocessing.connection import Connection
 
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
-    bytearray(KEPT)
-    connection: Connection[Any, Any] = Connection(descriptor)
     try:
+        bytearray(KEPT)
+        connection: Connection[Any, Any] = Connection(descriptor)
         setting = connection.recv()
         while True:
             setting = _serve_pass(setting, connection)
     except (EOFError, ConnectionError):  # the parent process has ended, or has closed the connection
-        return
+        return 0
+    except (MemoryError, ShortMemoryError):  # the parent process says so (`_ended`)
+        return SHORT
 
 
 def _serve_pass(setting: _Setting, connection: Connection[Any, Any]) -> _Setting:

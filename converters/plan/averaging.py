@@ -67,11 +67,18 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
             f"--weights {spelled}: each has to be a finite number other than 0",
             "a checkpoint that is to have no weight is left out",
         )
-    if abs(math.fsum(weights) - 1) > TOLERANCE:
-        raise UsageError(
-            f"--weights are {math.fsum(weights):.9g} in all, and those of a mean are 1", "divide each by their sum"
-        )
+    total = _sum(weights)
+    if abs(total - 1) > TOLERANCE:
+        raise UsageError(f"--weights are {total:.9g} in all, and those of a mean are 1", "divide each by their sum")
     return [*weights]
+
+
+def _sum(weights: Sequence[float]) -> float:
+    """The sum of finite numbers; infinite where a part of it is beyond float64."""
+    try:
+        return math.fsum(weights)
+    except OverflowError:
+        return math.inf
 
 
 def last_of(run: Path, count: int) -> list[Path]:

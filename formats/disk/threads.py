@@ -10,9 +10,21 @@ from typing import ParamSpec, TypeVar
 from formats.errors import UsageError
 
 TOO_MANY = "lower -j, or raise the limit of processes (`ulimit -u`, or pids.max of the job's cgroup)"
-"""What to do where the system starts no further process or thread."""
+"""What to do where the system starts no further process."""
+TOO_MANY_THREADS = f"{TOO_MANY}, or that of memory (`ulimit -v`)"
+"""What to do where the system starts no further thread: one whose stack gets no memory looks the same."""
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+
+
+def is_of_a_thread(error: BaseException) -> bool:
+    """Whether an error is that of a thread which the system does not start (CPython, Modules/_threadmodule.c)."""
+    return isinstance(error, RuntimeError) and "start new thread" in str(error)
+
+
+def no_further_thread() -> UsageError:
+    """The error of a process that can start no further thread."""
+    return UsageError("no further thread can be started", TOO_MANY_THREADS)
 
 
 @contextmanager
@@ -25,9 +37,9 @@ def starting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "start new thread" not in str(error):  # CPython, Modules/_threadmodule.c
+        if not is_of_a_thread(error):
             raise
-        raise UsageError("no further thread can be started", TOO_MANY) from None
+        raise no_further_thread() from None
 
 
 class Threads(ThreadPoolExecutor):

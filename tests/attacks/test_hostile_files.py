@@ -91,7 +91,7 @@ def sane(ran: Ran) -> str:
     err = ran.err[:300]
     if "bug:" in ran.err or "Traceback" in ran.err:
         return f"bug: {ran.err[-400:]}"
-    if "MemoryError" in ran.err:
+    if "MemoryError" in ran.err or "memory is short" in ran.err:
         return f"out of memory: {err}"
     if ran.code not in (0, 2, 3, 4, 5, 6, 7):
         return f"exit code {ran.code}: {err}"

@@ -161,6 +161,30 @@ def test_a_worker_that_is_killed(started, jobs):
     assert expected.digest
 
 
+def test_a_copy_that_gets_no_memory(sources, started, tmp_path, monkeypatch, capfd):
+    """Before its first job: the command says so, in place of a traceback of the copy."""
+    monkeypatch.setattr(engine, "COPIED", (2, 1))
+    monkeypatch.setattr(engine, "has_one_thread", lambda: True)
+    monkeypatch.setattr(workers, "KEPT", 1 << 60)
+    with pytest.raises(
+        UsageError, match=r"memory is short: process \d+, one of those that convert, got no more"
+    ) as error:
+        vitruvian.convert(sources["hf"][0], tmp_path / "out", to="megatron", threads=2)
+    assert "--memory" in error.value.hint
+    assert "ulimit -v" in error.value.hint
+    assert "Traceback" not in capfd.readouterr().err
+    assert len(started) == 2
+
+
+def test_a_new_worker_that_gets_no_memory(started, jobs, capfd):
+    """For its buffers: nothing can have so many bytes."""
+    with Files() as files, Workers(1, False, ()) as crew:
+        pool = Pass(crew, files, buffers_of(LIMITS), replace(LIMITS, memory=1 << 60))
+        with pytest.raises(UsageError, match=f"memory is short: process {started[0]}, "):
+            pool.run(jobs[0], lambda _: None, lambda: False)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_errors_of_a_worker_are_those_of_the_job(started, jobs, tmp_path):
     """A file that is gone, a disk that refuses, a bug."""
     read = jobs[0].sources[0]

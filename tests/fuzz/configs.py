@@ -72,6 +72,7 @@ def attack(seed: int, folder: Path) -> str:
                 shutil.rmtree(given / "huggingface")
             code, output = _convert(argv[0], str(given), str(out), *argv[1:])
             assert code != 1, f"{case}: a bug: {output}"
+            assert "memory is short" not in output, f"{case}: {output}"
             assert "Traceback" not in output, f"{case}: {output}"
             if code:
                 return f"refused: {argv[0]}: {_reason(output, folder)}"

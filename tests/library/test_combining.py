@@ -80,6 +80,17 @@ def test_what_is_refused(run, tmp_path):
         vitruvian.average(run, tmp_path / "out", last="x")
     with pytest.raises(vitruvian.UsageError, match="the weight 'x' is not a number"):
         vitruvian.average({two[0]: "x", two[1]: 0.5}, tmp_path / "out")
+    with pytest.raises(vitruvian.UsageError, match=r"the weight an integer of \d+ bits is not a number"):
+        vitruvian.average({two[0]: 10**400, two[1]: 1 - 10**400}, tmp_path / "out")
+    with pytest.raises(vitruvian.UsageError, match=r"ema = an integer of \d+ bits is not a number"):
+        vitruvian.average(two, tmp_path / "out", ema=10**400)
+    with pytest.raises(vitruvian.UsageError, match="weights are inf in all"):
+        vitruvian.average({two[0]: 1e308, two[1]: 1e308}, tmp_path / "out")
+    with pytest.raises(vitruvian.UsageError, match="checkpoints = a dict, and with last it is the folder of one run"):
+        vitruvian.average({two[0]: 0.5, two[1]: 0.5}, tmp_path / "out", last=2)
+    with pytest.raises(vitruvian.UsageError, match="ema says every weight, and so does a dict") as error:
+        vitruvian.average({two[0]: 0.5, two[1]: 0.5}, tmp_path / "out", ema=0.9)
+    assert "in a list" in error.value.hint
     with pytest.raises(vitruvian.UsageError, match="there is no target"):
         vitruvian.average(two, tmp_path / "out", to=["x"])
     with pytest.raises(vitruvian.UsageError, match="is no path"):

@@ -89,7 +89,9 @@ def test_more_memory_than_the_machine_has_is_refused(model, convert, tmp_path, m
     monkeypatch.setattr(np, "empty", refusing)
     ran = convert("hf2megatron", model("llama"), tmp_path / "out", "-j", 2, "--memory", "1TB")
     assert ran.code == 2
+    assert "memory is short: there are no " in ran.err
     assert "buffers of a thread" in ran.err
+    assert "raise -j" not in ran.err
     assert not (tmp_path / "out").exists()
 
 

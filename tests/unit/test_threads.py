@@ -9,12 +9,16 @@ from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+import vitruvian
 from converters.move.crc32 import MANY, Checksums, sizes_of
 from converters.move.source_checks import SourceChecks
 from converters.remote import path as remote_path
 from converters.remote.path import RemotePath
 from formats.checkpoint import OutputFile
 from formats.disk.safetensors import Fragment, Member
+from formats.errors import UsageError
 
 PATIENCE = 0.2
 """Seconds in which another thread would have come between."""
@@ -68,6 +72,36 @@ def test_an_entry_that_another_thread_begins_meanwhile_is_counted_once():
     assert checks.complete(read, 1).entries == 1
     watched.thread.join(10)
     assert len(checks.noted()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "hints"),
+    [
+        (MemoryError(), "memory is short: Python got no more", ("--memory", "ulimit -v")),
+        (MemoryError("Unable to allocate 9 GiB"), "memory is short: Unable to allocate 9 GiB", ("--memory",)),
+        (RuntimeError("can't start new thread"), "no further thread can be started", ("ulimit -u", "ulimit -v")),
+    ],
+)
+def test_a_machine_that_is_full_is_no_bug(convert, monkeypatch, error, sentence, hints):
+    """Wherever in a command it is seen."""
+
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("converters.commands.combine.settings_of", full)
+    ran = convert("average", "a", "b", "out")
+    assert (ran.code, ran.err.count("error:")) == (2, 1)
+    assert f"error: {sentence}\n" in ran.err
+    assert all(hint in ran.err.partition("hint:")[2] for hint in hints)
+
+
+def test_an_exporter_whose_thread_is_not_started(tmp_path, monkeypatch):
+    def refused(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", refused)
+    with pytest.raises(UsageError, match="no further thread can be started"):
+        vitruvian.exporter(tmp_path / "hub")
 
 
 def test_threads_have_the_same_store(monkeypatch):

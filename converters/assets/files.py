@@ -23,6 +23,7 @@ from formats.errors import SourceError
 from formats.families import FAMILIES
 from formats.families.family import FAMILY_FILE
 from formats.huggingface import mtp
+from formats.huggingface.adapter import CONFIG as ADAPTER
 from formats.huggingface.config import dropouts, to_huggingface
 from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
 from formats.huggingface.nulls import tokens_beyond
@@ -67,8 +68,12 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def carried_assets(source: Checkpoint) -> dict[str, Path]:
-    """The assets that are carried with the weights of a checkpoint, by relative name; no processor with --only text."""
+    """The assets that are carried with the weights of a model, by relative name; no processor with --only text.
+
+    Settings of an adapter are not among them: transformers would look for the adapter in the output.
+    """
     by_name = {} if source.assets is None else dict(files(source.assets))
+    by_name.pop(ADAPTER, None)
     return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from converters.plan.merging import NAME, opened, plan_merge
+from converters.plan.merging import NAME, fitted, opened, plan_merge
 from converters.plan.plan import Input, Job, Plan, cast_dtypes, make_plan
 from converters.plan.request import Request
-from formats.checkpoint import Checkpoint, Settings, Target
+from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface import adapter as peft
@@ -25,8 +25,8 @@ from formats.megatron import DIST
 from formats.megatron import lora as bridge
 from formats.megatron.args.options import DIST as DIALECT
 from formats.megatron.args.options import Options
-from formats.model import lora
-from formats.model.adapters import OF_LORA
+from formats.model import adapters, lora
+from formats.model.adapters import AdapterSpec, is_of_adapter
 from formats.model.lora import LoraSpec
 from formats.model.spec import Verbatim
 from formats.registry import format_of
@@ -48,7 +48,7 @@ def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkp
         return _plan_alone(source, request)
     alone = format_of(source).reader.read(source.root, replace(source.settings, adapter="only"))
     alone = replace(alone, settings=source.settings)
-    dropped = tuple(name for name in source.dropped if not OF_LORA.fullmatch(name))
+    dropped = tuple(name for name in source.dropped if not is_of_adapter(name))
     return plan_merge(replace(source, dropped=dropped), _saved(alone), request, planned)
 
 
@@ -110,20 +110,90 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
             f"the adapter in {source.root} was trained with bias = {config['bias']}, and its biases are in the base",
             "--adapter merged has them",
         )
-    names = {slot.keys[0]: peft.WEIGHTS for slot in huggingface.model_slots(source.spec)}
+    outline = _outline(source, config)
+    base = _base(source, outline)
+    fitted(outline, base)
+    names = dict.fromkeys(outline.tensors, peft.WEIGHTS)
     written = huggingface.write(
         request.root, source.spec, cast_dtypes(source, request.cast), 1 << 60, {"weight_map": names}
     )
     text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n"
     target = Target(written.files, {peft.CONFIG: text.encode()}, {})
-    return replace(make_plan(source, target, request.cast), plan_of_output=_read_back)
+    return replace(make_plan(source, target, request.cast), plan_of_output=lambda plan: _read_back(plan, base))
 
 
-def _read_back(plan: Plan) -> Plan:
-    """A plan that reads the written adapter with `peft.read`."""
+def _outline(source: Checkpoint, config: dict[str, Any]) -> peft.Saved:
+    """The adapter as it will be in PEFT's files: names, types and shapes, without places in files."""
+    dtypes = source.dtypes()
+    tensors = {
+        slot.keys[0]: Fragment(source.home, 0, slot_dtype(slot, dtypes), slot.shape, row_major(slot.shape))
+        for slot in huggingface.model_slots(source.spec)
+    }
+    return peft.Saved(source.root, config, tensors, source.files)
+
+
+def _base(source: Checkpoint, outline: peft.Saved) -> Checkpoint:
+    """The base that an adapter is compared with, of which names and shapes count.
+
+    It is the base beside the adapter, or the model in the folder of --config. Where there is neither, it is taken to
+    have the modules that the adapter has.
+
+    Raises:
+        UnsupportedError: there is neither, and the adapter has LoRA of parameters, whose names only the base tells.
+    """
+    spec, folder = source.spec, source.settings.config
+    bare = replace(source, tensors=(), twins=(), dropped=(), assets=None, config=None)
+    if isinstance(spec, LoraSpec):
+        return replace(bare, spec=spec.base)
+    if isinstance(spec, AdapterSpec) and spec.holds_base:
+        quantized = _quantized(spec.base, own := _own_shapes(outline, spec.base))
+        if folder is not None and not quantized:
+            return format_of(source).reader.read(source.root, replace(source.settings, adapter="merged"))
+        return replace(bare, spec=adapters.spec_of({**spec.base, **{key: own[key] for key in quantized}}, {}))
+    if folder is not None and huggingface.detect(folder):
+        config = huggingface.read_config(folder)
+        shapes = {key: fragment.shape for key, fragment in huggingface.read_files(folder).items()}
+        described = huggingface.spec_of(shapes, config, folder, Settings())
+        return replace(bare, root=folder, home=folder, spec=described, assets=folder, config=config)
+    if outline.config.get("target_parameters"):
+        raise UnsupportedError(
+            f"{source.root} holds no base, and LoRA of target_parameters", "--config BASE, with the weights of the base"
+        )
+    return replace(bare, spec=adapters.spec_of(_own_shapes(outline, ()), {}))
+
+
+def _own_shapes(outline: peft.Saved, parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes that an adapter's tensors tell of the base: of what it replaces, and of each module with a LoRA."""
+    adapter = peft.parse(outline, [*parameters])
+    shapes = {key: fragment.shape for key, fragment in adapter.whole.items()}
+    for module, matrices in adapter.added.items():
+        shape = (matrices.left.shape[0], matrices.right.shape[1])
+        if module not in parameters:
+            shapes[f"{module}.weight"] = shape[::-1] if matrices.embedding else shape
+    return shapes
+
+
+def _quantized(base: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The weights with a LoRA that a base holds quantized, so that their shapes are not those of its tensors.
+
+    bitsandbytes packs 4 bits in one column, of bytes or wider elements (bitsandbytes 0.50.2 backends/default/ops.py
+    `quantize_4bit`); others have tensors of other names in the module, such as `qweight`.
+    """
+    modules = {key.rpartition(".")[0] for key in base}
+    return [
+        key
+        for key, shape in own.items()
+        if (base[key][1:] == (1,) != shape[1:] if key in base else key.rpartition(".")[0] in modules)
+    ]
+
+
+def _read_back(plan: Plan, base: Checkpoint) -> Plan:
+    """A plan that reads the written adapter with `peft.read`, once it is compared with its base."""
     assert plan.target is not None
     root: Path = plan.target.files[0].path.parent
-    tensors = peft.read(root).tensors
+    saved = peft.read(root)
+    fitted(saved, base)
+    tensors = saved.tensors
     slots = {slot.keys[0]: slot for slot in huggingface.model_slots(plan.spec)}
     placed = tuple(Placed(key, slots[key], fragment) for key, fragment in tensors.items())
     jobs: tuple[Job, ...] = make_plan(replace(plan.source, tensors=placed, twins=(), spec=plan.spec)).jobs

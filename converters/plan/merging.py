@@ -75,10 +75,8 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
         UnsupportedError: the adapter cannot be merged, or the target renames tensors that the adapter changes.
         RefusedError: the adapter changes an embedding that the output head shares, in a model without a table.
     """
-    adapter, slots = opened(saved, base)
-    before, base = rows(base.spec), _resized(adapter, slots, base)
-    if rows(base.spec) != before:
-        adapter, slots = opened(saved, base)
+    before = rows(base.spec)
+    adapter, slots, base = fitted(saved, base)
     if separate := _trained_apart(adapter, slots, base):
         base = untied(base)
         adapter, slots = opened(saved, base)
@@ -109,6 +107,29 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
     return replace(plan, jobs=jobs, inputs=inputs, notes=(*plan.notes, *notes, *_notes(adapter, base)))
 
 
+def fitted(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot], Checkpoint]:
+    """The parsed adapter, the base's slots as `opened` gives them, and the base, with the adapter's vocabulary rows.
+
+    Raises:
+        SourceError: the adapter is not complete, contradicts its config, or does not fit the base.
+        UnsupportedError: a tensor of the adapter is none of LoRA's.
+    """
+    adapter, slots = opened(saved, base)
+    resized = _resized(adapter, slots, base)
+    if rows(resized.spec) != rows(base.spec):
+        adapter, slots = opened(saved, resized)
+    for key, fragment in adapter.whole.items():
+        if fragment.shape != slots[key].shape:
+            raise SourceError(
+                f"{adapter.root}: {key} is {list(fragment.shape)}, and {list(slots[key].shape)} in {base.root}",
+                "it was trained on another model, or on one whose vocabulary had grown",
+            )
+    for module, lora in adapter.added.items():
+        key = module if module in slots else f"{module}.weight"
+        _require_fit(key, lora, slots[key], adapter, base)
+    return adapter, slots, resized
+
+
 def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
     """Notes for the user on the base and the tokenizer of an adapter."""
     named = str(adapter.config.get("base_model_name_or_path") or "")
@@ -129,7 +150,7 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
         {key: slot for slot in model_slots(base.spec, memory=memory) for key in slot.keys} for memory in (True, False)
     )
     adapter = peft.parse(saved, [*in_memory])
-    if isinstance(base.spec, Verbatim) and not adapter.keys(in_memory) <= in_memory.keys():
+    if isinstance(base.spec, Verbatim) and base.config and not adapter.keys(in_memory) <= in_memory.keys():
         in_memory = names.slots_by_name_in_memory(base, in_memory)
         adapter = peft.parse(saved, [*in_memory])
     separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
@@ -171,21 +192,11 @@ def _is_linear(slot: Slot, base: Checkpoint) -> bool:
 def _changes(
     adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint
 ) -> dict[tuple[str, int | None], Changes]:
-    """The changes that the adapter makes, by logical tensor and layer.
-
-    Raises:
-        SourceError: a shape in the adapter is not that of the base.
-    """
+    """The changes that the adapter makes, by logical tensor and layer."""
     by_tensor: dict[Key, Changes] = {}
 
     def places(key: str, fragment: Fragment) -> Iterator[tuple[Changes, list[Part]]]:
-        slot = slots[key]
-        if fragment.shape != slot.shape:
-            raise SourceError(
-                f"{adapter.root}: {key} is {list(fragment.shape)}, and {list(slot.shape)} in {base.root}",
-                "it was trained on another model, or on one whose vocabulary had grown",
-            )
-        for name, copies in parts_of([Placed(key, slot, fragment)]).items():
+        for name, copies in parts_of([Placed(key, slots[key], fragment)]).items():
             yield by_tensor.setdefault(name, Changes()), [part for parts in copies.values() for part in parts]
 
     for key, fragment in adapter.whole.items():
@@ -263,15 +274,34 @@ def untied(base: Checkpoint) -> Checkpoint:
 
 
 def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> Product:
-    """The product of lora_B and lora_A that is added to a tensor.
+    """The product of lora_B and lora_A that is added to a tensor, which they fit.
 
     Raises:
-        SourceError: the matrices do not fit the tensor.
         UnsupportedError: the matrices fit a tensor stored as [out, in] and as [in, out], and nothing tells which it is.
     """
-    (out, rank), wide = lora.left.shape, lora.right.shape[1]
-    matrices = slot.shape[0] if len(slot.shape) == 3 else 1
-    fits = [slot.shape[-2:] == (out, wide) and not lora.embedding, slot.shape[-2:] == (wide, out)]
+    fits = _fits(lora, slot)
+    transposed = fits[1] if fits[0] != fits[1] else _input_major(slot, adapter, base)
+    return Product(lora.left, lora.right, lora.scale, transposed, key, _matrices(slot))
+
+
+def _matrices(slot: Slot) -> int:
+    """How many matrices a tensor holds, such as one of each expert."""
+    return slot.shape[0] if len(slot.shape) == 3 else 1
+
+
+def _fits(lora: peft.Lora, slot: Slot) -> tuple[bool, bool]:
+    """Whether the matrices of a LoRA fit a tensor stored as [out, in], and one stored as [in, out]."""
+    out, wide = lora.left.shape[0], lora.right.shape[1]
+    return slot.shape[-2:] == (out, wide) and not lora.embedding, slot.shape[-2:] == (wide, out)
+
+
+def _require_fit(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> None:
+    """Refuse a LoRA whose matrices do not fit a tensor, or are not of the rank in its config.
+
+    Raises:
+        SourceError: it is such a LoRA.
+    """
+    (out, rank), wide, matrices = lora.left.shape, lora.right.shape[1], _matrices(slot)
     if rank != lora.rank * matrices:
         each = f" of each of {matrices} matrices" if matrices > 1 else ""
         raise SourceError(
@@ -279,18 +309,16 @@ def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base:
             f"r = {lora.rank}{each}",
             f"take {peft.CONFIG} and {peft.WEIGHTS} from one save",
         )
-    if len(slot.shape) not in (2, 3) or not any(fits):
+    if len(slot.shape) not in (2, 3) or not any(_fits(lora, slot)):
         raise SourceError(
             f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, which fit no tensor of "
             f"{list(slot.shape)}, as in {base.root}",
             f"it was trained on {short(adapter.config.get('base_model_name_or_path'))}: is that the base?",
         )
-    transposed = fits[1] if fits[0] != fits[1] else _input_major(slot, adapter, base)
     if lora.magnitude is not None and lora.magnitude.shape != (out,):
         raise SourceError(
             f"{adapter.root}: lora_magnitude_vector of {key} is {list(lora.magnitude.shape)}, and lora_B {[out, rank]}"
         )
-    return Product(lora.left, lora.right, lora.scale, transposed, key, matrices)
 
 
 def _computed(product: Product, slot: Slot) -> Fragment:

@@ -91,7 +91,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     part = _part(assets, settings, keys)
     keys, notes = part.of(keys), [*notes, *part.notes]
     shapes, config = {key: tensors[name].shape for key, name in keys.items()}, part.config or None
-    spec = _spec(shapes, part.config, assets, settings)
+    beside = _keys(tensors, tag, "merged", unnamed=unnamed) if settings.adapter == "only" else {}
+    spec = _spec(shapes, part.config, assets, settings, {key: tensors[name].shape for key, name in beside.items()})
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
     if whole and source != "module" and not unnamed:
         universal.require_trained(tag, first.value, slots if isinstance(spec, ModelSpec) else None, keys)
@@ -119,12 +120,24 @@ def _part(assets: Path | None, settings: Settings, keys: Collection[str]) -> lan
 
 
 def _spec(
-    shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], assets: Path | None, settings: Settings
+    shapes: Mapping[str, tuple[int, ...]],
+    config: dict[str, Any],
+    assets: Path | None,
+    settings: Settings,
+    beside: Mapping[str, tuple[int, ...]],
 ) -> Spec:
-    """The spec of a model with given tensors, of an adapter alone, or of a universal checkpoint without a config."""
+    """The spec of a model with given tensors, of an adapter alone, or of a universal checkpoint without a config.
+
+    Args:
+        shapes: the shapes by Hugging Face keys, in the order of the model.
+        config: the parsed config.json.
+        assets: the folder of config.json.
+        settings: the user's settings.
+        beside: the shapes of the base's tensors, of an adapter alone.
+    """
     if assets is not None:
         return huggingface.spec_of(shapes, config, assets, settings)
-    return adapters.spec_of(shapes) if settings.adapter else unnamed_spec(shapes)
+    return adapters.spec_of(shapes, beside) if settings.adapter else unnamed_spec(shapes)
 
 
 def unnamed_spec(shapes: Mapping[str, tuple[int, ...]]) -> Verbatim:

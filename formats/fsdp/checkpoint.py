@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,9 @@ def _read_adapter(path: Path, folder: Path, listing: Listing, settings: Settings
         raise UnsupportedError(f"{path} holds flat parameters, which have no names", "save with SHARDED_STATE_DICT")
     keys = _keys(path, listing, settings)
     tensors = dict(zip(keys, listing.load([*keys.values()]), strict=True))
-    spec = adapters.spec_of({key: tensor.shape for key, tensor in tensors.items()})
+    base = _keys(path, listing, replace(settings, adapter="merged"))
+    beside = {key: tensor.shape for key, tensor in zip(base, listing.load([*base.values()]), strict=True)}
+    spec = adapters.spec_of({key: tensor.shape for key, tensor in tensors.items()}, beside)
     _, pieces, _ = match_pieces(huggingface.model_slots(spec), tensors, (), path)
     return Checkpoint(path, folder, NAME, spec, pieces, (), listing.files)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import FLOATS, Fragment, read_safetensors
-from formats.errors import SourceError, UnsupportedError, short, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ROOT = "base_model.model."
@@ -150,13 +150,30 @@ def read_config(places: Sequence[Path]) -> dict[str, Any]:
     Raises:
         SourceError: no folder has one, or PEFT does not load its settings.
         UnsupportedError: the settings are not those of a LoRA that can be merged.
+        RefusedError: folders have settings that differ in what is read here.
     """
-    file = next((place / CONFIG for place in places if (place / CONFIG).is_file()), None)
-    if file is None:
+    files = [place / CONFIG for place in places if (place / CONFIG).is_file()]
+    if not files:
         raise SourceError(f"{places[0]} holds no {CONFIG}", "copy the one that PEFT or the trainer wrote into it")
-    config = read_json(file)
-    require_lora(config, file)
-    return config
+    configs = [read_json(file) for file in files]
+    for file, config in zip(files[1:], configs[1:], strict=True):
+        if odd := _differing(configs[0], config):
+            raise RefusedError(f"{files[0]} and {file} differ in {some(odd, 3)}", "keep the one of this adapter alone")
+    require_lora(configs[0], files[0])
+    return configs[0]
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The settings that two configs do not have alike, without those that need no check; lists are sets of names."""
+    names = sorted((one.keys() | other.keys()) - FREE)
+    return [name for name in names if _comparable(one.get(name)) != _comparable(other.get(name))]
+
+
+def _comparable(value: Any) -> Any:
+    """A setting as it is compared: a list in order; what is empty as what is absent."""
+    if isinstance(value, list):
+        value = sorted(value, key=str)
+    return None if value is False or value in ([], {}) else value
 
 
 def require_lora(config: Mapping[str, Any], where: Path) -> None:

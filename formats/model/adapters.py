@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -33,6 +34,8 @@ OF_LORA = re.compile(
 SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)")
 REPLACED = re.compile(r"\.(?:base_layer|original_module)(?=\.)")
 """Matches PEFT's names of the original module inside its own module."""
+MATRIX = 2
+"""Dimensions of a matrix."""
 Value = TypeVar("Value")
 
 
@@ -102,6 +105,11 @@ def require_plain(keys: Iterable[str], where: Path) -> None:
             raise UnsupportedError(f"{where} holds {sign.what} ({matching})", sign.hint)
 
 
+def is_of_adapter(key: str) -> bool:
+    """Whether a tensor in memory is part of a LoRA, or replaces a tensor of the base."""
+    return (OF_LORA.fullmatch(key) or SAVED.fullmatch(key)) is not None
+
+
 def select(keys: Mapping[str, Value], adapter: str | None, where: Path) -> dict[str, Value]:
     """The tensors of a training checkpoint that are to be read, by their names in files.
 
@@ -138,6 +146,22 @@ def select(keys: Mapping[str, Value], adapter: str | None, where: Path) -> dict[
     return own if adapter == "only" else base
 
 
-def spec_of(shapes: Mapping[str, tuple[int, ...]]) -> Verbatim:
-    """The spec of an adapter as a model of its own, whose tensors have PEFT's names."""
-    return Verbatim("peft", shapes, tied=False, vocab=None, why="it is an adapter")
+@dataclass(frozen=True, kw_only=True)
+class AdapterSpec(Verbatim):
+    """An adapter as a model of its own, whose tensors have PEFT's names.
+
+    Attributes:
+        base: the shapes of the base's tensors beside the adapter, by their names in memory.
+    """
+
+    base: Mapping[str, tuple[int, ...]]
+
+    @property
+    def holds_base(self) -> bool:
+        """Whether the base is beside the adapter: a save of what was trained has at most its buffers."""
+        return any(key.endswith(".weight") and len(shape) == MATRIX for key, shape in self.base.items())
+
+
+def spec_of(shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> AdapterSpec:
+    """The spec of an adapter as a model of its own, and the shapes of its base's tensors beside it."""
+    return AdapterSpec(family="peft", shapes=shapes, tied=False, vocab=None, why="it is an adapter", base=base)

@@ -145,3 +145,167 @@ def test_an_adapter_cut_by_columns(convert, tmp_path):
     assert convert("fsdp2hf", folder, tmp_path / "adapter", "--adapter", "only").code == 0
     assert convert("merge", trained / "base", tmp_path / "adapter", tmp_path / "out", "--dtype", "fp32").code == 0
     assert logits(tmp_path / "out", trained) < 5e-7
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The adapter_config.json beside a checkpoint."""
+    settings: dict[str, Any] = json.loads((folder / "checkpoint/adapter_config.json").read_text())
+    return settings
+
+
+CONTRADICTIONS = {
+    "too few modules": ({"target_modules": ["q_proj"]}, "that its config leaves out"),
+    "too many modules": ({"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]}, "has nothing of"),
+    "layers": ({"layers_to_transform": [0]}, "that its config leaves out"),
+    "excluded": ({"exclude_modules": ["q_proj"]}, "that its config leaves out"),
+    "DoRA": ({"use_dora": True}, "holds no lora_magnitude_vector"),
+    "rank": ({"r": 8}, "says r = 8"),
+    "rank of a pattern": ({"rank_pattern": {"q_proj": 2}}, "says r = 2"),
+    "no alpha": ({"lora_alpha": None}, "lora_alpha = None"),
+    "saved module": ({"modules_to_save": ["lm_head"]}, "has nothing of"),
+}
+"""Settings that contradict the tensors of the fixtures: those settings, and the words of the refusal."""
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_settings_that_contradict_the_tensors(kind, convert, tmp_path):
+    """PEFT loads most of them, and another model than the trained one; without --config the checkpoint has the base."""
+    given, words = CONTRADICTIONS[kind]
+    folder = shutil.copytree(HERE / "in_zero3", tmp_path / "trained")
+    settings = json.loads((folder / "lora_config.json").read_text())["peft"] | given
+    (folder / "checkpoint/adapter_config.json").write_text(json.dumps(settings))
+    for config in ([], ["--config", folder / "base"]):
+        ran = convert("zero2hf", folder / "checkpoint", tmp_path / "out", "--adapter", "only", *config)
+        assert (ran.code, words in ran.err, (tmp_path / "out").exists()) == (3, True, False), ran.err
+
+
+def held(folder: Path) -> dict[str, Any]:
+    """The tensors of a checkpoint of FSDP."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder / "checkpoint", folder / "whole.pt")
+    tensors: dict[str, Any] = torch.load(folder / "whole.pt")["model"]
+    return tensors
+
+
+def save(tensors: dict[str, Any], settings: dict[str, Any], to: Path) -> Path:
+    """Save a checkpoint of FSDP with its adapter_config.json."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": tensors}, checkpoint_id=to, no_dist=True)
+    (to / "adapter_config.json").write_text(json.dumps(settings))
+    return to
+
+
+@pytest.fixture
+def trained_by_fsdp(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """Tensors, adapter_config.json and base of the checkpoint of FSDP."""
+    folder = shutil.copytree(HERE / "in_fsdp2", tmp_path / "trained")
+    return held(folder), json.loads((folder / "lora_config.json").read_text())["peft"], folder / "base"
+
+
+def test_an_adapter_that_is_not_complete(trained_by_fsdp, convert, tmp_path):
+    import torch
+
+    tensors, settings, base = trained_by_fsdp
+    first, second = [key for key in tensors if "lora_" in key][:2]
+    assert (first.replace("lora_A", "lora_B"), tensors[first].shape[0]) == (second, settings["r"])
+    strange = {key.replace("q_proj", "p_proj") if "layers.0" in key and "lora_" in key else key: t
+               for key, t in tensors.items()}  # fmt: skip
+    damages = {
+        "no_lora_B": ({key: t for key, t in tensors.items() if key != second}, 3, "holds no lora_B"),
+        "no_layer": (
+            {key: t for key, t in tensors.items() if not ("lora_" in key and "layers.1." in key)}, 3, "has nothing of",
+        ),
+        "ranks": (tensors | {first: tensors[first][:2].clone()}, 3, "of no matrix"),
+        "integers": (tensors | {first: tensors[first].to(torch.int32)}, 4, "LoRA has floating point numbers"),
+        "strange": (strange, 3, "p_proj"),
+    }  # fmt: skip
+    for name, (damaged, code, words) in damages.items():
+        checkpoint = save(damaged, settings, tmp_path / name)
+        ran = convert("fsdp2hf", checkpoint, tmp_path / "out", "--adapter", "only")
+        assert (name, ran.code, words in ran.err, (tmp_path / "out").exists()) == (name, code, True, False), ran.err
+    only = save({key: t for key, t in damages["no_layer"][0].items() if "lora_" in key}, settings, tmp_path / "alone")
+    ran = convert("fsdp2hf", only, tmp_path / "out", "--adapter", "only", "--config", base)
+    assert (ran.code, "has nothing of" in ran.err) == (3, True), ran.err
+
+
+def test_a_save_of_the_adapter_alone(trained_by_fsdp, convert, tmp_path):
+    """No base is known: the config has to fit the modules that the adapter has."""
+    tensors, settings, base = trained_by_fsdp
+    alone = {key: tensor for key, tensor in tensors.items() if "lora_" in key}
+    checkpoint = save(alone, settings, tmp_path / "checkpoint")
+    for name, options in (("one", []), ("two", ["--config", base])):
+        ran = convert("fsdp2hf", checkpoint, tmp_path / name, "--adapter", "only", *options)
+        assert ran.code == 0, ran.err
+    assert convert("merge", base, tmp_path / "one", tmp_path / "out", "--dtype", "fp32").code == 0
+    assert logits(tmp_path / "out", base.parent) < 5e-7
+    for given, words in ({"r": 2}, "says r = 2"), ({"target_modules": ["q_proj"]}, "that its config leaves out"):
+        (checkpoint / "adapter_config.json").write_text(json.dumps(settings | given))
+        ran = convert("fsdp2hf", checkpoint, tmp_path / "no", "--adapter", "only")
+        assert (ran.code, words in ran.err) == (3, True), ran.err
+    (checkpoint / "adapter_config.json").write_text(json.dumps(settings | {"target_parameters": ["q_proj.weight"]}))
+    ran = convert("fsdp2hf", checkpoint, tmp_path / "no", "--adapter", "only")
+    assert (ran.code, "--config BASE" in ran.err) == (4, True), ran.err
+
+
+def test_the_settings_in_the_folder_of_the_config(trained, convert, tmp_path):
+    command, folder = trained
+    (folder / "checkpoint/adapter_config.json").rename(folder / "base/adapter_config.json")
+    shutil.copy(folder / "base/model.safetensors", folder / "base/adapter_model.safetensors")  # not of this adapter
+    options = ["--config", folder / "base", "--adapter"]
+    ran = convert(command, folder / "checkpoint", tmp_path / "out", *options, "merged", "--dtype", "fp32")
+    assert ran.code == 0, ran.err
+    assert not [*(tmp_path / "out").glob("adapter*")]
+    assert logits(tmp_path / "out", folder) < (5e-7 if command == "fsdp2hf" else 2e-3)
+    assert convert(command, folder / "checkpoint", tmp_path / "adapter", *options, "only").code == 0
+
+
+def test_settings_in_several_places(trained, convert, tmp_path):
+    command, folder = trained
+    settings = settings_of(folder)
+    same = settings | {"target_modules": settings["target_modules"][::-1], "inference_mode": True}
+    (folder / "adapter_config.json").write_text(json.dumps(same))
+    options = ["--config", folder / "base", "--adapter"]
+    assert convert(command, folder / "checkpoint", tmp_path / "out", *options, "merged").code == 0
+    for place in (folder, folder / "base"):
+        (place / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 16}))
+        for adapter in ("merged", "only"):
+            ran = convert(command, folder / "checkpoint", tmp_path / "no", *options, adapter)
+            paths = [str(part / "adapter_config.json") in ran.err for part in (place, folder / "checkpoint")]
+            assert (ran.code, paths, "differ in lora_alpha" in ran.err) == (5, [True, True], True), ran.err
+        (place / "adapter_config.json").unlink()
+
+
+def test_a_saved_module_is_not_said_to_be_left_out(trained_by_fsdp, convert, tmp_path):
+    tensors, settings, base = trained_by_fsdp
+    head = tensors.pop("base_model.model.lm_head.weight")
+    tensors["base_model.model.lm_head.original_module.weight"] = head
+    tensors["base_model.model.lm_head.modules_to_save.default.weight"] = head * 2
+    checkpoint = save(tensors, settings | {"modules_to_save": ["lm_head"]}, tmp_path / "checkpoint")
+    options = ["--config", base, "--dtype", "fp32", "--adapter"]
+    ran = convert("fsdp2hf", checkpoint, tmp_path / "out", *options, "merged")
+    assert (ran.code, "not carried" in ran.err) == (0, False), ran.err
+    assert (load_file(tmp_path / "out/model.safetensors")["lm_head.weight"] == 2 * head.float().numpy()).all()
+    assert convert("fsdp2hf", checkpoint, tmp_path / "adapter", "--adapter", "only").code == 0
+
+
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_an_adapter_of_a_quantized_base(storage, trained_by_fsdp, convert, tmp_path):
+    """QLoRA: bitsandbytes packs two elements in a byte, in one column of bytes or of the type that FSDP wants."""
+    import torch
+
+    tensors, settings, base = trained_by_fsdp
+    for key in [key for key in tensors if key.endswith("base_layer.weight")]:
+        packed = torch.zeros(tensors[key].numel() // 2, dtype=torch.uint8).view(getattr(torch, storage))
+        tensors |= {key: packed[:, None].clone(), f"{key}.absmax": torch.ones(9)}
+    checkpoint = save(tensors, settings, tmp_path / "checkpoint")
+    for name, options in (("one", []), ("two", ["--config", base])):
+        ran = convert("fsdp2hf", checkpoint, tmp_path / name, "--adapter", "only", *options)
+        assert ran.code == 0, ran.err
+    assert convert("merge", base, tmp_path / "one", tmp_path / "out", "--dtype", "fp32").code == 0
+    assert logits(tmp_path / "out", base.parent) < 5e-7
+    (checkpoint / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": ["q_proj", "up_proj"]}))
+    ran = convert("fsdp2hf", checkpoint, tmp_path / "no", "--adapter", "only")
+    assert (ran.code, "has nothing of" in ran.err) == (3, True), ran.err

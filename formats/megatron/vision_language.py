@@ -69,7 +69,7 @@ class VisionLanguageModel:
         only = f"these files are for Megatron-Bridge's {self.vision.name} alone: megatron-core has no tower"
         deviations = self.vision.deviations(accept, f"Megatron-Bridge's {self.vision.name}")
         releases = (f"they are for its {self.vision.releases}",) if self.vision.releases else ()
-        return (only, *(providers.of_release(self.text) or releases), *deviations)
+        return (only, *(releases or providers.of_release(self.text)), *deviations)
 
     def padded(self, tp: int, first: int) -> int:
         """Return the rows of the embedding, which has no padding. Args and errors are those of `Vision.require`."""

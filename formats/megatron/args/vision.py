@@ -11,7 +11,8 @@ Facts: Megatron-Bridge 0.3.1 models/qwen_vl/ (qwen25_vl_provider.py, modeling_qw
 modelling_qwen3_vl/model.py and text_model.py), models/gemma_vl/ (gemma3_vl_provider.py, modeling_gemma3_vl.py),
 models/glm_vl/ (glm_45v_provider.py, modeling_glm_45v.py), models/glm/glm45_provider.py and the names that its bridges
 map; utils/yaml_utils.py for a config in a field. transformers 4.57.3, with which it runs, for the defaults of config
-classes. Checkpoints that it saved are in tests/golden/bridge.
+classes. `return_dict`, the kind of object in which transformers returns features of images, is a field from 0.4.0 on
+(0.4.0 to 0.6.2, the same provider files). Checkpoints that they saved are in tests/golden/bridge.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ RUNNING = {
     "freeze_vision_projection", "cp_comm_type", "decoder_sparse_step", "deepstack_visual_indexes", "dist_train",
     "head_dim", TEXT, "in_channels", "language_max_sequence_length", "max_vision_cuda_graph_seq_length",
     "mlp_only_layers", "num_position_embeddings", "out_hidden_size", "patch_size", "pretrained_model_name",
-    "temporal_patch_size", "use_hf_vision_model", "vision_cuda_graph_impl", "vision_cuda_graph_scope",
+    "return_dict", "temporal_patch_size", "use_hf_vision_model", "vision_cuda_graph_impl", "vision_cuda_graph_scope",
     "vision_dp_when_cp", "vision_end_token_id", "vision_start_token_id", "vision_token_id",
 }  # fmt: skip
 """Further fields that do not affect a model, as its tower is built from `vision_config`. Those in `fields` of a class

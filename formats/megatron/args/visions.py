@@ -250,10 +250,11 @@ VISIONS: Mapping[str, Vision] = {
             states=tuple(f"{PROJECTOR}{name}._extra_state/shard_0_1" for name in ("mm_soft_embed_norm", "proj")),
             deviation=Deviation(
                 IMAGES,
-                "in stock Megatron-Bridge the tokens of an image see only those before them, in transformers all of "
-                "their image",
+                "in Megatron-Bridge up to 0.5 the tokens of an image see only those before them, in transformers all "
+                "of their image",
                 "for a training of text, or to go on as the run does",
             ),
+            releases=f"{FIRST_RELEASE}: {gemma3.LATER}, and from 0.5.0 on its tower has other names",
         ),
         Vision(
             "mistral3",

@@ -108,10 +108,11 @@ def put_in_place(new: Path, place: Path, staging: Path) -> None:
     Raises:
         OSError: the folder could not be renamed.
     """
+    put_back(place, staging)
     aside = staging / REPLACED
     if aside.exists():  # of a run that was killed after both renames
         shutil.rmtree(aside)
-    if place.is_dir() and any(place.iterdir()):
+    if _is_taken(place):
         place.rename(aside)
     try:
         new.rename(place)
@@ -123,8 +124,12 @@ def put_in_place(new: Path, place: Path, staging: Path) -> None:
 def put_back(place: Path, staging: Path) -> None:
     """Rename what a run has moved out of its place into `staging` back there, if that run was killed just then."""
     aside = staging / REPLACED
-    if aside.exists() and not place.exists():
-        aside.rename(place)
+    if aside.exists() and not _is_taken(place):
+        aside.rename(place)  # POSIX renames a folder onto an empty one too
+
+
+def _is_taken(place: Path) -> bool:
+    return place.exists() and not (place.is_dir() and not any(place.iterdir()))
 
 
 def sync_path(path: Path) -> None:

@@ -351,7 +351,11 @@ def fingerprint(plan: Plan, replicas: str) -> str:
             crc = at.member.crc if at.member else 0
             computed = (at.product or at.pieces or at.coded) and (at.product, at.pieces or at.coded, at.shape)
             line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}"
-            chunk = f" {at.chunk.name} {at.chunk.start} {at.chunk.outer} {at.chunk.change}" if at.chunk else ""
+            chunk = (
+                f" {at.chunk.name} {at.chunk.start} {at.chunk.outer} {at.chunk.change and at.chunk.change[:2]}"
+                if at.chunk
+                else ""
+            )
             line += f" {computed}{divisor}{chunk}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
     return KIND + facts.hexdigest()

@@ -134,6 +134,8 @@ def _words(fragment: Fragment, chunk: Chunk) -> Array:
     changed = np.empty_like(words)
     for start in range(0, len(words), casts.PIECE):
         piece = slice(start, start + casts.PIECE)
-        values = casts.to_float(words[piece], fragment.dtype).astype(np.float64) * factor + plus
-        casts.round_once(values, fragment.dtype, chunk.name, changed[piece])
+        elements = casts.to_float(words[piece], fragment.dtype).astype(np.float64) * factor
+        if plus:  # -0.0 + 0.0 is 0.0
+            elements += plus
+        casts.round_once(elements, fragment.dtype, chunk.name, changed[piece])
     return changed

@@ -31,6 +31,9 @@ from formats.model.lora import LoraSpec
 from formats.model.spec import Verbatim
 from formats.registry import format_of
 
+PACKED = ("qweight", "weight_packed", "W_q")
+"""Tensors of a quantized linear layer in place of `weight`: of GPTQ and AWQ, compressed-tensors, HQQ."""
+
 
 def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkpoint], Plan]) -> Plan:
     """The plan of a conversion with `--adapter`: of the adapter alone, or of the base with the adapter merged into it.
@@ -177,9 +180,9 @@ def _quantized(base: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int,
     """The weights with a LoRA that a base holds quantized, so that their shapes are not those of its tensors.
 
     bitsandbytes packs 4 bits in one column, of bytes or wider elements (bitsandbytes 0.50.2 backends/default/ops.py
-    `quantize_4bit`); others have tensors of other names in the module, such as `qweight`.
+    `quantize_4bit`); others have tensors of other names in the module (`PACKED`).
     """
-    modules = {key.rpartition(".")[0] for key in base}
+    modules = {key.rpartition(".")[0] for key in base if key.rpartition(".")[2] in PACKED}
     return [
         key
         for key, shape in own.items()

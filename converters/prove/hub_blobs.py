@@ -53,12 +53,12 @@ def changed(places: Sequence[Path], threads: int, advance: Callable[[int], None]
 
 
 def _hash(path: Path, advance: Callable[[int], None]) -> str:
-    if len(path.name) == OF_GIT:
-        hasher = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    else:
-        hasher = hashlib.sha256()
     buffer = memoryview(bytearray(STEP))
     try:
+        if len(path.name) == OF_GIT:
+            hasher = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        else:
+            hasher = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while got := file.readinto(buffer):
                 hasher.update(buffer[:got])

@@ -164,13 +164,16 @@ def read_config(places: Sequence[Path]) -> dict[str, Any]:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The settings that two configs do not have alike, without those that need no check; lists are sets of names."""
-    names = sorted((one.keys() | other.keys()) - FREE)
+    """The settings that two configs do not have alike; lists are sets of names.
+
+    Those that need no check may differ, and the name of the base, which may be its folder or that of the Hub.
+    """
+    names = sorted((one.keys() | other.keys()) - {*FREE, "base_model_name_or_path"})
     return [name for name in names if _comparable(one.get(name)) != _comparable(other.get(name))]
 
 
 def _comparable(value: Any) -> Any:
-    """A setting as it is compared: a list in order; what is empty as what is absent."""
+    """A setting as it is compared: a list sorted; what is empty as what is absent."""
     if isinstance(value, list):
         value = sorted(value, key=str)
     return None if value is False or value in ([], {}) else value

@@ -39,6 +39,7 @@ from formats.torch_files.archive import read_torch
 from formats.torch_files.pickle_values import TensorRef
 
 NAME = HUGGINGFACE.name
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -106,7 +107,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     config = read_json(folder / "config.json")
     for key, content in ELSEWHERE.items():
-        if config.get(key):
+        if config.get(key) not in (None, [], [CONFIG], SINGLE):
             raise UnsupportedError(
                 f"{folder / 'config.json'} says {key} = {short(config[key])}: transformers reads its {content} there",
                 f"give the file with its {content} the usual name, and remove the key",

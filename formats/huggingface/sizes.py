@@ -23,7 +23,7 @@ from formats.model.values import positive_float, positive_int
 def state_head_dim(key: str, expansion: str, width: str) -> Codec:
     """The codec of the elements of a state-space head; `auto`: the width of all heads divided by their number.
 
-    The width is that of the key `width`, or `expansion` times the hidden size.
+    The width is that of the key `width`, or the default of the family, or `expansion` times the hidden size.
     """
 
     def read(spelled: Spelled, context: Context) -> object:
@@ -31,7 +31,8 @@ def state_head_dim(key: str, expansion: str, width: str) -> Codec:
             return spelled[key]
         hidden, heads = (positive_int(context.values[name], name, context.where) for name in ("hidden", "state_heads"))
         times = positive_int(spelled.get(expansion, 2), expansion, context.where)
-        return positive_int(spelled.get(width, times * hidden), width, context.where) // heads
+        usual = family_named(context.values["family"]).own.get(width, times * hidden)
+        return positive_int(spelled.get(width, usual), width, context.where) // heads
 
     return Codec(read, lambda value, _: {key: value})
 

@@ -67,7 +67,7 @@ CONDITIONS = {
     "separate": "only when gate and up, and each expert, are tensors of their own, or when names are those of the Hub",
     "centred": "stored minus 1; other formats store the tensor itself",
     "raised": "stored plus 1; other formats store the tensor itself",
-    "rooted": "stored divided by the square root of the head dimension; other formats store the tensor itself",
+    "rooted": "stored divided by the root by which attention scores are divided; other formats store the tensor itself",
     "scaled": "stored times the square root of the hidden size; other formats store the tensor itself",
     "copy": "a copy of a tensor that another file holds",
     "partial": "a summand: the tensor is the sum of the tensors of all ranks",

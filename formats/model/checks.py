@@ -44,7 +44,7 @@ def _produced(m: ModelSpec) -> bool:
 def _state_width(m: ModelSpec) -> object:
     """Elements of all heads of a state space, as the config says apart from the heads; None where it does not."""
     expansion = m.own.get("mamba_expand", m.own.get("expand"))
-    return m.own.get("mamba_d_ssm", None if expansion is None else expansion * m.hidden)
+    return m.own.get("mamba_d_ssm", expansion * m.hidden if type(expansion) in (int, float) else expansion)
 
 
 # fmt: off

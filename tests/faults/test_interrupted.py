@@ -319,6 +319,13 @@ def test_without_force_a_model_that_is_put_back_is_not_replaced(replaced_when_ki
     assert (ran.code, "out exists" in ran.err, files(out)) == (7, True, old), ran.err
 
 
+def test_a_model_is_put_back_into_an_empty_folder_that_was_made_meanwhile(replaced_when_killed, convert):
+    source, out, old = replaced_when_killed
+    out.mkdir()
+    assert convert("hf2hf", source, out).code == 7
+    assert files(out) == old
+
+
 def test_a_damaged_replacement_takes_no_model_with_it(replaced_when_killed, convert):
     """What was written is deleted, and the old model stays: both were gone."""
     source, out, old = replaced_when_killed

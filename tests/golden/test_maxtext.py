@@ -93,4 +93,4 @@ def test_what_is_said_of_it(convert):
     items = convert("inspect", HERE / "llama_state/checkpoint/items", "--config", HERE / "llama_state", "--json")
     assert json.loads(items.out)["parameters"] == record["parameters"]
     planned = convert("plan", "--to", "huggingface", source, "--config", source.parent)
-    assert "multiply by the root of the head dimension" in planned.out, planned.err
+    assert "multiply by the root by which attention scores are divided" in planned.out, planned.err

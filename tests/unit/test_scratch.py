@@ -103,6 +103,15 @@ def test_it_is_changed_in_float64_and_rounded_once(monkeypatch, root, plus):
     assert (got.view(torch.int16) != values.view(torch.int16)).any()
 
 
+def test_a_zero_that_is_only_multiplied_keeps_its_sign(monkeypatch):
+    values = np.array([-0.0, 0.0, -1.0, 2.0], np.float32)
+    monkeypatch.setattr(scratch, "decoded", lambda _: values)
+    files, scaled = Scratch(), fragment(values, "F32", 0.5)
+    got = np.fromfile(files.decoded(scaled, scaled.chunk), np.float32)
+    files.close()
+    assert got.tobytes() == (values * np.float32(0.5)).tobytes()
+
+
 def test_no_room_for_what_is_decoded(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

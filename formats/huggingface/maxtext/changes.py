@@ -1,7 +1,7 @@
 """Values that MaxText stores otherwise than transformers: of a parameter, and of Adam's moments of it.
 
-Facts: those of `tables.py`. By the chain rule the gradient of c * stored + 1 is that of the stored parameter divided by
-c, and with it the first moment; the second is divided by c * c.
+Facts: those of `tables.py`. By the chain rule the gradient of c * stored + constant is that of the stored parameter
+divided by c, and with it the first moment; the second is divided by c * c.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ def query_scale(spec: ModelSpec) -> float:
 
 
 def _rooted(spec: ModelSpec) -> Change:
-    return Change(
-        sqrt(query_scale(spec)), 0.0, "multiply by the root of the head dimension, by which the source divides"
-    )
+    return Change(sqrt(query_scale(spec)), 0.0, "multiply by the root by which attention scores are divided")
 
 
 def _scaled(spec: ModelSpec) -> Change:
@@ -51,7 +49,7 @@ def changed(placed: Placed, spec: ModelSpec, state: str = "") -> Placed:
     """
     change, chunk = change_of(placed, spec), placed.fragment.chunk
     if state and change is not None:
-        edge = f"multiply {state} by the power of a factor by which the source divides the parameter"
+        edge = f"divide {state} by the factor of its parameter{' squared' if POWERS[state] == 2 else ''}"
         change = None if change.factor == 1 else Change(change.factor ** -POWERS[state], 0.0, edge)
     if change is None or chunk is None:
         return placed

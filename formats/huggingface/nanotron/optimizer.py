@@ -232,18 +232,18 @@ def _parse(file: TorchFile) -> Share:
         raise SourceError(f"{where}: states, names and groups of its optimizer are not of the same parameters", COPY)
     states: dict[str, dict[str, TensorRef]] = {state: {} for state in STATES[1:]}
     steps: dict[str, float] = {}
-    for number, param_group in kept.items():
-        if others := sorted(param_group.keys() - {"step", *STATES[1:]}):
+    for number, kept_states in kept.items():
+        if others := sorted(kept_states.keys() - {"step", *STATES[1:]}):
             raise UnsupportedError(
                 f"{where}: its optimizer{whose(others)} keeps {some(others, 4)} of {names[number]}, and only AdamW's "
                 "states are carried",
                 refusal_hint(others),
             )
         steps[names[number]] = number_of(
-            plain(file, param_group["step"], "a step"), f"{where}: the step of {names[number]}"
+            plain(file, kept_states["step"], "a step"), f"{where}: the step of {names[number]}"
         )
         for state in STATES[1:]:
-            states[state][names[number]] = param_group[state]
+            states[state][names[number]] = kept_states[state]
     masters = file.value.get("gradient_accumulator")
     if masters is not None:
         if masters.keys() != steps.keys():

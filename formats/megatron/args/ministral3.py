@@ -23,7 +23,7 @@ from formats.errors import short
 from formats.megatron.args.provider import Provider, refusal, unsupported_field
 from formats.megatron.args.rope import YARN, plain, read_yarn, write_base, yarn
 from formats.megatron.args.vision import LATER, config_in
-from formats.model.codec import Codec, Context, Spelled, choice, rows, single
+from formats.model.codec import Codec, Context, Maker, Spelled, choice, rows, single
 from formats.model.values import positive_float
 
 MODULE = "megatron.bridge.models.ministral3.ministral3_provider"
@@ -83,16 +83,16 @@ def _growing(*_: str) -> Codec:
         positions = context.values["max_positions"]
         scaling = {name: of for name, of in plain(value or {}, positions).items() if name != "max_position_embeddings"}
         beta = scaling.pop(BETA, None)
-        turned = yarn(scaling, FIELDS, positions) if scaling else None
-        if turned is None or type(beta) not in (int, float):
+        fields = yarn(scaling, FIELDS, positions) if scaling else None
+        if fields is None or type(beta) not in (int, float):
             raise refusal(f"its rotary embeddings are YaRN, with {BETA}, and these are {short(value)}")
-        ropes = {BETA: beta, LENGTH: turned[FIELDS[LENGTH]]}
-        return {**turned, WHOLE: {"text_config": {"rope_parameters": ropes}}}
+        ropes = {BETA: beta, LENGTH: fields[FIELDS[LENGTH]]}
+        return {**fields, WHOLE: {"text_config": {"rope_parameters": ropes}}}
 
     return Codec(read, write)
 
 
-def _without_window() -> Any:
+def _without_window() -> Maker:
     def write(value: Any, _: Context) -> None:
         if value is not None:
             raise refusal(f"its attention has no window, and this model's {short(value)}")

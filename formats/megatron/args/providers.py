@@ -1,6 +1,6 @@
 """The classes of Megatron-Bridge that compute models which megatron-core alone does not, and why others have none.
 
-Facts: Megatron-Bridge 0.3.1, the newest release that is known here, models/ (its gemma2_provider.py
+Facts: Megatron-Bridge 0.3.1 to 0.6.2, models/ (of 0.3.1 gemma2_provider.py
 `Gemma2DotProductAttention`: a window where layer_number, which begins with 1, is even); transformers 5.23.0,
 models/gemma2/configuration_gemma2.py: a window in the first layer, and in every second layer after it.
 """
@@ -17,7 +17,8 @@ from formats.megatron.args import gemma3, ministral3
 from formats.megatron.args.provider import TARGET, Provider
 from formats.model.spec import ModelSpec
 
-RELEASE = "0.3.1"
+NEWEST = "0.6.2"
+"""The newest release of Megatron-Bridge that is known here."""
 PROVIDERS: Mapping[str, Provider] = {provider.family: provider for provider in (gemma3.PROVIDER, ministral3.PROVIDER)}
 """The class that computes the models of a family, by family."""
 OPPOSITE = (
@@ -68,7 +69,7 @@ def of_spec(spec: ModelSpec, trainer: str | None) -> Provider | None:
         return provider
     why = f"a {spec.family} has no Megatron layout: {reason}"
     if trainer:
-        none = f"no release of Megatron-Bridge known here (up to {RELEASE}) computes it"
+        none = f"no release of Megatron-Bridge known here (up to {NEWEST}) computes it"
         raise UnsupportedError(f"{why}; {LACKING.get(spec.family, none)}", "see `convert formats`")
     alone = provider is not None and not provider.tower
     raise UnsupportedError(why, WAY.format(_name(provider)) if provider and alone else "see `convert formats`")
@@ -88,14 +89,17 @@ def require_tower(provider: Provider | None, model: ModelSpec) -> None:
 
 
 def require_no_adapter(provider: Provider | None, where: str) -> None:
-    """Refuse an adapter of a model of such a class, which has a norm between a layer and the output of its LoRA.
+    """Refuse an adapter of a model of such a class.
 
-    In PEFT there is none. Megatron-Bridge 0.3.1 peft/lora_layers.py.
+    Gemma 3's has a norm between a layer and the output of its LoRA, which PEFT has not (Megatron-Bridge 0.3.1,
+    peft/lora_layers.py); of the others no adapter was seen.
 
     Raises:
         UnsupportedError: there is a provider.
     """
-    if provider:
+    if provider and provider.tower:
+        raise UnsupportedError(f"{where}: no adapter of Megatron-Bridge's {_name(provider)} is known here")
+    if provider and not provider.tower:
         raise UnsupportedError(
             f"{where}: in Megatron-Bridge's {_name(provider)} a norm is between a layer and what LoRA adds, not in PEFT"
         )

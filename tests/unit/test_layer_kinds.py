@@ -67,7 +67,7 @@ def test_heads_of_state_spaces_are_as_wide_as_the_config_says(name, changes):
 
 
 def test_widths_of_state_spaces_that_a_config_leaves_out():
-    """A Falcon-H1 without `mamba_d_ssm` has 1024 elements in all heads, whatever its hidden size (transformers 5.23)."""
+    """A Falcon-H1 without `mamba_d_ssm` has 1024 elements in all heads, whatever its hidden size (transformers 5)."""
     config = {**AutoConfig.for_model(**settings_of("falcon_h1")).to_dict(), "architectures": None}
     short = {key: value for key, value in config.items() if key not in ("mamba_d_ssm", "mamba_d_head")}
     assert from_huggingface(short, {}, "one").state_dim == AutoConfig.for_model(**short).mamba_d_head == 128

@@ -146,10 +146,13 @@ def _require_same_steps(source: Checkpoint) -> None:
         if change := change_of(placed, spec):
             found |= dict.fromkeys(placed.slot.rule.pattern.tensors, change.factor)
     if found and SCALED_STEPS not in source.settings.accept:
-        told = ", ".join(f"{name} {factor:.4g}" for name, factor in found.items())
+        factors = ", ".join(
+            f"{name} {factor:.4g}" if factor != 1 else f"{name} 1 and another weight decay"
+            for name, factor in found.items()
+        )
         raise RefusedError(
             f"{source.home}: MaxText stores some parameters otherwise, and its steps of them are those of another "
-            f"framework at the same rate times: {told}",
+            f"framework at the same rate times: {factors}",
             f"--accept {SCALED_STEPS} carries the moments; in groups of their own, with that factor times the rate, "
             "and weight decay and epsilon divided by it, they train on as in MaxText",
         )

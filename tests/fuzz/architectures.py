@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.fuzz.sizes import SMALL, SPECIAL, with_changes
+from tests.architectures.sizes import SMALL, SPECIAL, with_changes
 
 LARGEST = 20_000_000
 """Parameters of a model that is still taken."""

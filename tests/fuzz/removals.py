@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.architectures.sizes import SMALL
 from tests.fuzz.architectures import SAVERS, build, classes, equal, loaded, quiet, run
-from tests.fuzz.sizes import SMALL
 
 State = dict[str, Any]
 

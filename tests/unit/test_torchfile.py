@@ -143,9 +143,7 @@ def test_a_state_dict_with_metadata_keeps_its_methods(tmp_path):
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_files_from_before_torch_1_6_are_refused(tmp_path, protocol):
-    with pytest.raises(
-        UnsupportedError, match=r"x\.pt is a pickle without a zip archive, as torch saved before"
-    ):
+    with pytest.raises(UnsupportedError, match=r"x\.pt is a pickle without a zip archive, as torch saved before"):
         saved(tmp_path / "x.pt", {"t": BASE}, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
 
 

@@ -160,9 +160,10 @@ def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
     keys, first = {**USUAL, **family.keys}, dict[str, str]()
     if {"mamba_expand", "expand"} & values["own"].keys():  # times the hidden size: the width of all heads
         key = "mamba_expand" if "mamba_expand" in values["own"] else "expand"
-        values["own"][key] = 1 if keys["state_dim"] == keys["head_dim"] else values["own"][key]
         values |= {"hidden": values["heads"] * values["head_dim"], "state_heads": values["heads"]}
         values["state_dim"] = values["head_dim"] * values["own"][key]
+        if keys["state_dim"] == keys["head_dim"]:
+            values["head_dim"] = values["state_dim"]
     for name, key in keys.items():
         if key in family.requires and name in values:
             values[name] = family.requires[key]

@@ -269,7 +269,7 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
 def _is_remembered(name: PurePath, target: Target) -> bool:
     """Whether a manifest records a small file: one that is read with a model, or that holds the state of a training.
 
-    Trackers beside the folder of the manifest are written again by a training that goes on.
+    Trackers beside the folder of the manifest are written again by a training that resumes.
     """
     return is_read_with_model(name.name) or (name.suffix == STATE_FILE and name.is_relative_to(target.home))
 

@@ -164,10 +164,7 @@ def read_config(places: Sequence[Path]) -> dict[str, Any]:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The settings that two configs do not have alike; lists are sets of names.
-
-    Those that need no check may differ, and the name of the base, which may be its folder or that of the Hub.
-    """
+    """The settings that two configs do not have alike; lists are sets of names, the base may be named by its folder."""
     names = sorted((one.keys() | other.keys()) - {*FREE, "base_model_name_or_path"})
     return [name for name in names if _comparable(one.get(name)) != _comparable(other.get(name))]
 

@@ -112,7 +112,7 @@ def put_in_place(new: Path, place: Path, staging: Path) -> None:
     aside = staging / REPLACED
     if aside.exists():  # of a run that was killed after both renames
         shutil.rmtree(aside)
-    if _is_taken(place):
+    if place.is_dir() and _is_taken(place):  # a file that was made meanwhile is not ours to move
         place.rename(aside)
     try:
         new.rename(place)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from converters import convert as convert_module
+from converters.common.atomic import put_in_place
 from converters.move.journal import fingerprint, sealed
 from converters.plan.plan import make_plan
 from formats.checkpoint import Settings
@@ -354,3 +355,12 @@ def test_what_cannot_be_put_in_its_place_replaces_nothing(model, convert, monkey
         ran = convert("hf2hf", model(), out, "--force")
     assert (ran.code, "cannot be put in its place" in ran.err, files(out)) == (7, True, old), ran.err
     assert convert("hf2hf", model(), out, "--force").code == 0
+
+
+def test_a_file_that_was_made_at_out_meanwhile_stays(tmp_path):
+    new, place, staging = tmp_path / "out.partial/out", tmp_path / "out", tmp_path / "out.partial"
+    new.mkdir(parents=True)
+    place.write_text("precious")
+    with pytest.raises(OSError, match="Not a directory"):
+        put_in_place(new, place, staging)
+    assert (place.read_text(), new.is_dir()) == ("precious", True)

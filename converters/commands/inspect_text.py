@@ -114,8 +114,10 @@ def formats_lines(about: Mapping[str, str]) -> Iterator[str]:
     from formats.families import FAMILIES
 
     yield "formats (each is read and written, but where it says otherwise)"
+    width = max(map(len, about)) + 1
     for name, text in about.items():
-        yield fill(text, 80, break_on_hyphens=False, initial_indent=f"  {name:<15}", subsequent_indent=" " * 17)
+        indent = " " * (width + 2)
+        yield fill(text, 80, break_on_hyphens=False, initial_indent=f"  {name:<{width}}", subsequent_indent=indent)
     yield ""
     yield "families, and the formats that hold at least some of their models"
     reasons: dict[str, int] = {}

@@ -230,8 +230,8 @@ def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Un
     Args:
         src: the folder of the source, in any format; or `ORG/NAME`, `hf://…`, `s3://…` and the like.
         out: the folder that is written; or `hf://ORG/NAME`, `s3://…`, which is visible when it is complete.
-        to: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed` (a universal checkpoint), or `mistral`
-            (consolidated.safetensors and params.json).
+        to: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed` (a universal checkpoint), `megatron-deepspeed`,
+            `nanotron`, or `mistral` (consolidated.safetensors and params.json).
         options: by the flags of the commands: `tp=4`, `dtype="bf16"`, `config="BASE"`, `force=True`. `progress` is
             called with the name of the step, bytes done and bytes in all; `memory` is in bytes.
 

@@ -6,32 +6,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from math import prod
 from typing import cast
 
 import torch
 
 from converters.common.atomic import lock, stoppable, write_file
 from formats.errors import Interrupted, OutputError
-from formats.torch_files import saves
 from train.data.parts import rank_part
 from train.distributed import World
 from train.engines import Stepping, open_engine
-from train.model.trainee import shape_of
 from train.run.best import Best, open_best
 from train.run.checkpoint import Progress, Saver, require_sound
-from train.run.estimate import mixture_of
 from train.run.evaluate import open_sets
 from train.run.generate import open_prompts
 from train.run.identity import begun, record, small_files
 from train.run.layer_norms import layer_norms
 from train.run.log import Log, Say, Step
 from train.run.metrics import open_judge
+from train.run.opening_lines import opening_lines
 from train.run.prepare import Prepared, choose_attention, prepare
 from train.run.profiling import Profiler
 from train.run.step import Run, Watch, finish_step, loss_of, reduce_counts, time_is_up
 from train.run.throughput import memory_of, multiplied, peak_of
-from train.settings.batching import passes, seed_of
+from train.settings.batching import seed_of
 from train.settings.config import Config
 from train.settings.schedule import learning_rate
 from train.start.run_folder import RECORD, write_config
@@ -128,7 +125,7 @@ def _steps(run: Run, log: Log | None, say: Say) -> Progress:
 
 
 def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[str], None]) -> Run:
-    config, rows = prepared.config, prepared.rows
+    config = prepared.config
     sets = open_sets(config, world)
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
     model, backend, difference = choose_attention(config, world, prepared.sizes.micro)
@@ -145,34 +142,9 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
     if continued is not None:
         engine.read(continued)
     if world.first:
-        count = sum(plan.counts["tokens"] for plan in rows.plans)
-        packing, capacity = rows.plans[0].algorithm, rows.plans[0].capacity
-        say(f"rows       {len(rows)} of {count} tokens, {packing}, {100 * count / (len(rows) * capacity):.2f} % full")
-        for name, rows_of_set in {"data.train": rows, **sets}.items():
-            if rows_of_set.overlong:
-                say(f"note       {name}: {rows_of_set.overlong}")
-        if prepared.start is not None and saves.recorded(prepared.start) is None:
-            say(f"note       {prepared.start} has no {saves.RECORD}: nothing proves that its files are of one save")
-        for note in [*prepared.notes, *filter(None, [of_start])]:
-            say(f"note       {note}")
-        for part in mixture_of(rows, prepared.order):
-            say(f"set        {part.name}: {part.trained} rows, {100 * part.share:.2f} %, {part.epochs:.3g} epochs")
-        if not prepared.order.sets and (passes_note := passes(len(rows), config.steps, prepared.sizes.size)):
-            say(f"note       {passes_note}")
-        say(f"batch      {prepared.sizes}{f', each shared by {world.context}' if world.context > 1 else ''}")
-        say(f"steps      {prepared.total}, from global step {prepared.progress.offset + prepared.progress.step + 1}")
-        say(f"attention  {backend}, packed documents differ by {difference:.1e} from unpacked ones")
-        say(f"kernels    {engine.kernels}")
-        say(f"weights    {prepared.start or config.model.path}")
-        if prepared.moments is not None:
-            say(f"moments    of the start, after {prepared.moments.step} steps; the weights are its master weights")
-        if config.lora is not None and config.lora.adapter is not None and prepared.start is None:
-            say(f"adapter    {config.lora.adapter}")
-        if config.lora is not None or config.model.freeze:
-            sizes = [(prod(shape_of(tensor)), tensor.requires_grad) for tensor in engine.model.parameters()]
-            trained = sum(count for count, trains in sizes if trains)
-            total = sum(count for count, _ in sizes)
-            say(f"{'adapters' if config.lora else 'trained':<10} {trained:,} of {total:,} parameters are trained")
+        attention = f"{backend}, packed documents differ by {difference:.1e} from unpacked ones"
+        for line in opening_lines(prepared, sets, engine, world, attention, of_start):
+            say(line)
     return Run(
         prepared=prepared,
         world=world,

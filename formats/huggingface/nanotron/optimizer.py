@@ -217,43 +217,57 @@ def _share(file: TorchFile) -> Share:
 
 def _parse(file: TorchFile) -> Share:
     where, names, kept = str(file.path), dict(file.value["names"]), dict(file.value["state"])
-    treated: dict[int, Group] = {}
-    for param_group in file.value["param_groups"]:
-        group = group_of(plain(file, param_group, "a parameter group"), where)
-        if not isinstance(group, Group):
-            raise UnsupportedError(f"{where}: its optimizer is not AdamW, which is what nanotron trains with", WITHOUT)
-        for member in param_group["params"]:
-            if member in treated:
-                raise SourceError(f"{where}: parameter {short(member)} is in two groups of its optimizer")
-            treated[member] = group
-    if lost := sorted(treated.keys() - kept.keys()):
+    settings = _settings(file)
+    if lost := sorted(settings.keys() - kept.keys()):
         raise UnsupportedError(f"{where} holds no states of {len(lost)} parameters, such as number {lost[0]}", FROZEN)
-    if kept.keys() != names.keys() or kept.keys() != treated.keys() or len({*names.values()}) != len(names):
+    if kept.keys() != names.keys() or kept.keys() != settings.keys() or len({*names.values()}) != len(names):
         raise SourceError(f"{where}: states, names and groups of its optimizer are not of the same parameters", COPY)
-    states: dict[str, dict[str, TensorRef]] = {state: {} for state in STATES[1:]}
+    masters, *moments = STATES
+    states: dict[str, dict[str, TensorRef]] = {state: {} for state in moments}
     steps: dict[str, float] = {}
     for number, kept_states in kept.items():
-        if others := sorted(kept_states.keys() - {"step", *STATES[1:]}):
+        name = names[number]
+        if others := sorted(kept_states.keys() - {"step", *moments}):
             raise UnsupportedError(
-                f"{where}: its optimizer{whose(others)} keeps {some(others, 4)} of {names[number]}, and only AdamW's "
+                f"{where}: its optimizer{whose(others)} keeps {some(others, 4)} of {name}, and only AdamW's "
                 "states are carried",
                 refusal_hint(others),
             )
-        steps[names[number]] = number_of(
-            plain(file, kept_states["step"], "a step"), f"{where}: the step of {names[number]}"
-        )
-        for state in STATES[1:]:
-            states[state][names[number]] = kept_states[state]
-    masters = file.value.get("gradient_accumulator")
-    if masters is not None:
-        if masters.keys() != steps.keys():
+        steps[name] = number_of(plain(file, kept_states["step"], "a step"), f"{where}: the step of {name}")
+        for state in moments:
+            states[state][name] = kept_states[state]
+    accumulator = file.value.get("gradient_accumulator")
+    if accumulator is not None:
+        if accumulator.keys() != steps.keys():
             raise SourceError(f"{where} holds master weights of other parameters than it has moments of", COPY)
-        states[STATES[0]] = dict(masters)
+        states[masters] = dict(accumulator)
     for state, refs in states.items():
-        for key, ref in refs.items():
-            if not isinstance(ref, TensorRef) or ref.dtype not in FLOATS or (state == STATES[0] and ref.dtype != "F32"):
-                raise SourceError(f"{where} holds {state} of {key} as {short(ref)}")
-    return Share(file, states, steps, {names[number]: treated[number] for number in kept})
+        dtypes = ("F32",) if state == masters else FLOATS
+        for name, ref in refs.items():
+            if not isinstance(ref, TensorRef) or ref.dtype not in dtypes:
+                raise SourceError(f"{where} holds {state} of {name} as {short(ref)}")
+    return Share(file, states, steps, {name: settings[number] for number, name in names.items()})
+
+
+def _settings(file: TorchFile) -> dict[int, Group]:
+    """Return the settings of each parameter by its number.
+
+    Raises:
+        SourceError: a parameter is in two groups.
+        UnsupportedError: the optimizer is not AdamW.
+    """
+    settings: dict[int, Group] = {}
+    for param_group in file.value["param_groups"]:
+        group = group_of(plain(file, param_group, "a parameter group"), str(file.path))
+        if not isinstance(group, Group):
+            raise UnsupportedError(
+                f"{file.path}: its optimizer is not AdamW, which is what nanotron trains with", WITHOUT
+            )
+        for number in param_group["params"]:
+            if number in settings:
+                raise SourceError(f"{file.path}: parameter {short(number)} is in two groups of its optimizer")
+            settings[number] = group
+    return settings
 
 
 def _kept(shares: Mapping[Ranks, Share]) -> list[str]:

@@ -221,13 +221,19 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
         settings: the user's settings.
     """
     stated, file = _user_settings(settings), str(folder / "config.json")
-    dropped = {*mtp.dropped_keys(shapes, settings)}
+    every, dropped = list(shapes), {*mtp.dropped_keys(shapes, settings)}
     shapes = {key: shape for key, shape in shapes.items() if key not in dropped}
     if settings.verbatim:
+        if settings.only and config.get("quantization_config"):
+            raise UnsupportedError(
+                f"the quantization_config of {file} names modules of the whole, and those of the text have other names",
+                "without --verbatim, --only text makes BF16 of quantized weights",
+            )
         return untabled.describe(config, shapes, stated, "--verbatim")
     try:
         require_class(config, file)
         spec = read_spec(config, folder, settings)
+        mtp.require_uncounted(spec, every, file)
         require_biases(config, shapes, file)
         return replace(spec, mtp_layers=mtp.count(spec, shapes))
     except UnsupportedError as error:

@@ -233,7 +233,7 @@ def _config(config: Mapping[str, Any], headless: bool, where: str) -> tuple[dict
         raise UnsupportedError(
             f"{where}: with {UNLIKE[kind]} = {short(inner[UNLIKE[kind]])} {kind} computes something else of text than "
             "its language model does alone",
-            "without --only text the model is carried whole",
+            "Hugging Face, FSDP and DeepSpeed take the model whole, without --only text",
         )
     text = inner.get("model_type") or WHOLES[kind]
     text_config = {key: config[key] for key in INHERITED if config.get(key) is not None} | inner
@@ -252,7 +252,7 @@ def _config(config: Mapping[str, Any], headless: bool, where: str) -> tuple[dict
     if name is None:
         raise UnsupportedError(
             f"{where}: {text}, the language model in {kind}, has no class of its own in transformers",
-            "without --only text the model is carried whole",
+            "Hugging Face, FSDP and DeepSpeed take the model whole, without --only text",
         )
     neutral = {} if kind in CHANGING else NEUTRAL.get(text, {})
     notes = tuple(

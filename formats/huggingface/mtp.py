@@ -7,10 +7,11 @@ a config does not tell whether files hold them; a model that transformers has sa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from formats.checkpoint import Settings
+from formats.errors import SourceError
 from formats.families import family_named
 from formats.layout.table import MTP
 from formats.model.coherence import FURTHER
@@ -38,9 +39,34 @@ def dropped_keys(keys: Iterable[str], settings: Settings) -> list[str]:
 
 def count(spec: ModelSpec, keys: Iterable[str]) -> int:
     """The number of MTP layers among the keys of a model's files; 0 if the table of its family has none."""
+    return sum(1 for _ in _joins(spec, keys))
+
+
+def require_uncounted(spec: ModelSpec, keys: Iterable[str], file: str) -> None:
+    """Refuse a config whose `num_hidden_layers` counts an MTP layer, which would become a layer of the decoder.
+
+    Args:
+        spec: the model.
+        keys: the keys in its files, with those of MTP layers that the user drops.
+        file: the name of the config, for the error.
+
+    Raises:
+        SourceError: the number of an MTP layer is below `num_hidden_layers`.
+    """
+    counted = sorted({int(match[1]) for match in _joins(spec, keys) if match.re.groups} & {*range(spec.layers)})
+    if counted:
+        raise SourceError(
+            f"{file} says {spec.layers} layers, and number {counted[0]} of them predicts a further token: it has "
+            f"{next(match[0] for match in _joins(spec, keys))}",
+            f"num_hidden_layers counts the layers before it: {counted[0]}?",
+        )
+
+
+def _joins(spec: ModelSpec, keys: Iterable[str]) -> Iterator[re.Match[str]]:
+    """The keys of the joining matrices, of which each MTP layer has one; a group holds the number of the layer."""
     joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
     patterns = [re.compile(NUMBER.sub(r"(\\d+)", re.escape(key))) for key in joins]
-    return sum(1 for key in keys if any(pattern.fullmatch(key) for pattern in patterns))
+    return (match for key in keys for pattern in patterns if (match := pattern.fullmatch(key)))
 
 
 def with_layer_count(config: dict[str, Any], spec: Spec, dropped: Iterable[str]) -> dict[str, Any]:

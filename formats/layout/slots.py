@@ -30,12 +30,14 @@ class Replica(NamedTuple):
     """Which further copy of a tensor this is; false for the original.
 
     A further copy is `shared` under another name, as by an output head; or on other `ranks` of some mesh axes; or has a
-    `number`, as pieces stored again, or the copy in a layer that predicts a token after the next.
+    `number`, as pieces stored again, or the embedding of the pipeline stage that predicts further tokens; or is in the
+    layer of a `depth`, from 1 on, that predicts a token after the next (MTP).
     """
 
     shared: bool = False
     ranks: tuple[tuple[str, int], ...] = ()
     number: int = 0
+    depth: int = 0
 
     def __bool__(self) -> bool:
         """Whether the tensor is a further copy."""
@@ -44,7 +46,8 @@ class Replica(NamedTuple):
     def __str__(self) -> str:
         """The kind of copy as text, for people."""
         names = ["copy"] * self.shared + [f"{axis} rank {rank}" for axis, rank in self.ranks]
-        return ", ".join(names + [f"replica {self.number}"] * bool(self.number))
+        names += [f"MTP layer {self.depth}"] * bool(self.depth) + [f"replica {self.number}"] * bool(self.number)
+        return ", ".join(names)
 
 
 DIM = "dim"
@@ -185,12 +188,13 @@ def slots(
             own = meshes[rule.over_experts]
             layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
             shared = not rule.conditions.isdisjoint({"copy", "optional"})
-            number = int(shared and not rule.conditions.isdisjoint({MTP, "predicting"}))
-            replica = Replica(shared, ranks_again(rule, own), number)
+            replica = Replica(shared, ranks_again(rule, own), int(shared and "predicting" in rule.conditions))
             shapes = dict[int, tuple[int, ...]]()
             members.append((rule, rule.conditions & KINDS, own, layered, replica, shapes))
         for (local, layer), member in product(numbers, members) if stacked else product([(0, 0)], members):
             rule, kinds_met, own, layered, replica, shapes = member
+            if replica.shared and MTP in rule.conditions:
+                replica = replica._replace(depth=1 + layer - first_mtp)
             if stacked and not (kinds_met <= kinds[layer] and (MTP in rule.conditions) == (layer >= first_mtp)):
                 continue
             of, sizes_here = (layer, frozen_by_layer[layer]) if layered and frozen_by_layer else (-1, frozen_sizes)

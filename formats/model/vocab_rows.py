@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from formats.errors import UnsupportedError
 from formats.model.spec import Spec, Verbatim
 
 EMBEDDING = re.compile(
@@ -13,6 +14,8 @@ EMBEDDING = re.compile(
 )
 """Matches the key of an input embedding, which only a model has: the keys of transformers 5.23.0, except the `w` of
 CTRL and the `input_embedding` of CPM-Ant, which has further rows."""
+BY_LAYER = re.compile(r"(?:.*\.)?embed_tokens_per_layer\.weight")
+"""Matches the key of an embedding for each layer beside the input embedding (Gemma 3n, Gemma 4)."""
 HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.(?:weight|bias)")
 
 
@@ -25,7 +28,17 @@ def rows(spec: Spec) -> int | None:
 
 
 def grown(spec: Spec, count: int) -> Spec:
-    """The spec of the same model with more embedding rows, which are added at the end of its tensors."""
+    """The spec of the same model with more embedding rows, which are added at the end of its tensors.
+
+    Raises:
+        UnsupportedError: the model has an embedding for each layer, which does not reach as far.
+    """
+    by_layer = _rows_by_layer(spec)
+    if by_layer is not None and by_layer < count:
+        raise UnsupportedError(
+            f"the embedding for each layer has {by_layer} rows, which do not grow, and {count} tokens need one each",
+            "let the template use tokens that the tokenizer has already",
+        )
     if not isinstance(spec, Verbatim):
         return replace(spec, vocab=count)
     before = rows(spec)
@@ -36,3 +49,9 @@ def grown(spec: Spec, count: int) -> Spec:
         for key, shape in spec.shapes.items()
     }
     return replace(spec, shapes=shapes, vocab=count)
+
+
+def _rows_by_layer(spec: Spec) -> int | None:
+    if not isinstance(spec, Verbatim):
+        return spec.layer_vocab if spec.layer_width else None
+    return next((shape[0] for key, shape in spec.shapes.items() if BY_LAYER.fullmatch(key) and shape), None)

@@ -294,6 +294,16 @@ REFUSED = {
 }
 
 
+def test_the_names_of_quantized_modules_are_those_of_the_whole(convert, tmp_path):
+    """`modules_to_not_convert` would name none of the text's: transformers would take plain matrices for FP8."""
+    source = save(build("gemma3", tied=False), tmp_path / "whole")
+    config = json.loads((source / "config.json").read_text())
+    skipped = {"quant_method": "fp8", "modules_to_not_convert": ["model.language_model.layers.1.mlp.down_proj"]}
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": skipped}))
+    ran = convert("hf2hf", source, tmp_path / "out", "--only", "text", "--verbatim")
+    assert (ran.code, "names modules of the whole, and those of the text have other names" in ran.err) == (4, True)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_has_none_is_refused(convert, tmp_path, case):
     import numpy as np

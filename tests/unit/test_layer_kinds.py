@@ -212,6 +212,50 @@ def test_a_first_layer_that_shares_an_indexer():
         from_huggingface(settings, {}, "one")
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm_moe_dsa"])
+def test_a_config_that_counts_the_layer_among_those_of_the_decoder(model, convert, tmp_path, name):
+    """Its block would be one of the decoder, and `--drop mtp` would leave out what is around it alone."""
+    source = with_second(model(name), tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config["num_hidden_layers"] += 1
+    for key in ("mlp_layer_types", "layer_types", "indexer_types"):
+        if config.get(key):
+            config[key].append(config[key][-1])
+    (source / "config.json").write_text(json.dumps(config))
+    for options in ([], ["--drop", "mtp"]):
+        for command in ("hf2hf", "hf2fsdp"):
+            ran = convert(command, source, tmp_path / "out", *options)
+            reason = f"says {layers + 1} layers, and number {layers} of them predicts a further token"
+            assert (ran.code, reason in ran.err) == (3, True), ran.err
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_layers_that_predict_tokens(model, convert, tmp_path, shared):
+    """Each has copies of embedding and head, as on the Hub, or none of them has."""
+    from safetensors.torch import load_file, save_file
+
+    source = with_second(model("deepseek_v3"), tmp_path / "hf")
+    file, config = source / "model.safetensors", json.loads((source / "config.json").read_text())
+    layers, tensors = config["num_hidden_layers"], load_file(file)
+    first, second = (f"model.layers.{layers + depth}." for depth in (0, 1))
+    tensors |= {second + key.removeprefix(first): value + 1 for key, value in tensors.items() if key.startswith(first)}
+    if shared:
+        ends = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+        tensors |= {prefix + end: tensors[key].clone() for prefix in (first, second) for end, key in ends.items()}
+    save_file(tensors, file, {"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    for to, back in (("hf2fsdp", "fsdp2hf"), ("hf2megatron", "megatron2hf")):
+        there, out = tmp_path / to, tmp_path / back
+        for ran in (convert(to, source, there), convert(back, there, out)):
+            assert ran.code == 0, ran.err
+        again = load_file(out / "model.safetensors")
+        assert all(again[key].equal(value) for key, value in tensors.items() if key in again)
+        assert not {
+            key for key in tensors.keys() - again.keys() if "embed_tokens" not in key and "head.head" not in key
+        }
+
+
 def test_copies_that_are_none_and_a_layer_in_part(model, convert, tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -137,3 +137,14 @@ def test_what_has_rows_and_what_only_looks_like_it():
     bigger = grown(spec, 9)
     assert bigger.shapes == {**shapes, "wte.weight": (9, 4), "lm_head.weight": (9, 4), "lm_head.bias": (9,)}
     assert bigger.vocab == 9
+
+
+def test_an_embedding_for_each_layer_does_not_grow(base, convert, tmp_path):
+    """Gemma 4 looks each token up there too: transformers 5.23 `_resize_per_layer_embeddings`."""
+    for options in ([], ["--verbatim"]):
+        ran = convert("hf2hf", base("gemma4_text"), tmp_path / "out", "--chat-template", "chatml", *options)
+        shutil.rmtree(tmp_path / "base")
+        reason = f"the embedding for each layer has {TOKENS} rows, which do not grow, and {TOKENS + 2} tokens need one"
+        assert (ran.code, reason in ran.err) == (4, True), ran.err
+    longer = base("gemma4_text", vocab_size_per_layer_input=TOKENS + 2)
+    assert convert("hf2hf", longer, tmp_path / "out", "--chat-template", "chatml").code == 0

@@ -19,7 +19,7 @@ from converters.assets.replaceable import foreign
 from converters.assets.trusted import is_read_with_model
 from converters.common.atomic import put_in_place, stoppable, sync_path
 from converters.common.disk_space import require_space
-from converters.common.manifest import check_manifest, small_digests
+from converters.common.manifest import bare_digests, check_manifest, small_digests
 from converters.common.progress import Progress
 from converters.common.stripes import stripe
 from converters.move import scratch
@@ -262,6 +262,7 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
         small = sorted(name for name in {*target.texts, *target.copies} if _is_remembered(PurePath(name), target))
         home = request.root / target.home
         small_sums = small_digests(home, [os.path.relpath(name, target.home) for name in small])
+        small_sums |= bare_digests(home, target.files)
         written += assets.write(home, {MANIFEST: digest.manifest(plan, digests, small_sums)}, {})
     return written
 

@@ -101,7 +101,7 @@ class Interrupted(VitruvianError):
     exit_code = 75
 
 
-TOO_MANY = "more files have to be allowed: `ulimit -Sn $(ulimit -Hn)`, and above that only an administrator can"
+MORE_FILES = "more files have to be allowed: `ulimit -Sn $(ulimit -Hn)`, and above that only an administrator can"
 """What to do where a process may not open a further file."""
 LESS = "lower -j and --memory where the command has them, or raise the limit of memory (`ulimit -v`)"
 """What to do where the system gives no further memory."""
@@ -109,7 +109,7 @@ LESS = "lower -j and --memory where the command has them, or raise the limit of 
 
 def hint_of(error: OSError) -> str:
     """What to do about an error of the operating system; empty where nothing is known."""
-    return TOO_MANY if error.errno == errno.EMFILE else ""
+    return MORE_FILES if error.errno == errno.EMFILE else ""
 
 
 def short_memory(what: str) -> ShortMemoryError:

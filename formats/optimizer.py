@@ -360,3 +360,15 @@ class Optimizer:
                     "there",
                     "convert the weights without the optimizer",
                 )
+
+
+def states_by(
+    read: Callable[[Checkpoint], Optimizer],
+) -> Callable[[Checkpoint], tuple[Mapping[str, Checkpoint], dict[str, Any]]]:
+    """The function `states` of a format (`formats.format.Training`), from the function that reads its optimizer."""
+
+    def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
+        optimizer = read(source)
+        return optimizer.states, {"step": optimizer.step}
+
+    return states

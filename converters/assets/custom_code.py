@@ -1,4 +1,4 @@
-"""Custom code of a model: check that the files which `auto_map` names are there.
+"""Custom code of a model: the classes that `auto_map` names, and whether their files are there.
 
 Facts: transformers 5.23.0, dynamic_module_utils.py: `module.Class` is in module.py beside the config,
 `repo--module.Class` in another repository; a tokenizer has a pair of such names, of which one may be null. Without
@@ -34,6 +34,13 @@ def missing_code(assets: Mapping[str, Path]) -> Iterator[str]:
         for code in dict.fromkeys(_files(named)):
             if code not in assets:
                 yield f"auto_map of {name} names code in {short(code)}, which is not there: trust_remote_code fails"
+
+
+def own_models(config: Mapping[str, Any]) -> list[str]:
+    """The classes of models that the `auto_map` of a config.json names, such as `modeling_mine.MineForCausalLM`."""
+    named = config.get("auto_map")
+    classes = (value for key, value in named.items() if key.startswith("AutoModel")) if isinstance(named, dict) else ()
+    return list(dict.fromkeys(value for value in classes if isinstance(value, str)))
 
 
 def _files(named: Any) -> Iterator[str]:

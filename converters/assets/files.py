@@ -14,13 +14,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from converters.assets.custom_code import missing_code
+from converters.assets.custom_code import missing_code, own_models
 from converters.assets.trusted import UNKNOWN, refusal_reason, require_inside, require_there
 from converters.common.atomic import named
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
-from formats.errors import SourceError
-from formats.families import FAMILIES
+from formats.errors import SourceError, some
+from formats.families import FAMILIES, family_named
 from formats.families.family import FAMILY_FILE
 from formats.huggingface import mtp
 from formats.huggingface.adapter import CONFIG as ADAPTER
@@ -203,6 +203,11 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
             notes.append(
                 f"{folder / name} does not say {PAD}, for which transformers takes {family.tokens[PAD]}, the "
                 f"vocabulary has {spec.vocab}: it builds no such model; give the key there, or null"
+            )
+        if name == "config.json" and isinstance(spec, ModelSpec) and (own := own_models(document)):
+            notes.append(
+                f"auto_map of {folder / name} names {some(own, 2)}, which trust_remote_code runs: that code is not "
+                f"read, the weights are taken for those of transformers' {family_named(spec.family).architecture}"
             )
     by_name = dict(files(folder))
     notes += missing_code(by_name)

@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from converters.common.atomic import write_file
-from formats.checkpoint import MANIFEST, Checkpoint
+from formats.checkpoint import MANIFEST, Checkpoint, OutputFile
 from formats.disk.json_file import read_json
 from formats.errors import SourceError, VerificationError, short
 from formats.families import family_named
@@ -62,6 +62,24 @@ def small_digests(home: Path, names: Iterable[str]) -> dict[str, str]:
         name: blake3(path.read_bytes()).hexdigest() if path.is_file() and path.stat().st_size <= LARGEST else ""
         for name, path in paths.items()
     }
+
+
+def bare_digests(home: Path, files: Iterable[OutputFile]) -> dict[str, str]:
+    """The digest of each planned file without tensors, by its path relative to the folder of the manifest.
+
+    Such a file holds settings and the state of a training. In an output that goes into a store it may be gone from this
+    machine, so that its content is taken from the plan.
+    """
+    bare = (file for file in files if not file.tensors and not any(file.states.values()))
+    return {file.path.relative_to(home).as_posix(): blake3(_content(file)).hexdigest() for file in bare}
+
+
+def _content(file: OutputFile) -> bytes:
+    """The bytes of a planned file without tensors."""
+    content = bytearray(file.size)
+    for offset, part in file.headers({}):
+        content[offset : offset + len(part)] = part
+    return bytes(content)
 
 
 def changed_files(home: Path) -> list[str] | None:

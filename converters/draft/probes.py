@@ -35,7 +35,7 @@ COUNTED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 SHARED, COUNT = (111, 103), 2
 IN_FRONT = ("dense_layers", 1)
 """The setting and value for the number of layers without experts, which leaves layers with experts."""
-BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
+LAYER_KEYS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
 """Config keys with an entry for each layer, which a class makes itself from the number of layers."""
 SETTINGS = (*SIZES, "hidden", "shared_ffn", "dense_layers")
 """The settings that tiny models have values for."""
@@ -206,7 +206,7 @@ class Model:
                 f"{self.config_class.__name__} has no known config key for {', '.join(missing)}, which a draft needs",
                 BY_HAND,
             )
-        keywords = {key: value for key, value in self.said.items() if key not in BY_LAYER}
+        keywords = {key: value for key, value in self.said.items() if key not in LAYER_KEYS}
         keywords |= {key: 1 for key in self.defaults if key.endswith("_token_id")}
         values: dict[str, Any] = {name: sizes[number] for name, sizes in SIZES.items() if name in keys}
         heads, head = values["heads"], values.get("head_dim", SIZES["head_dim"][number])

@@ -6,11 +6,11 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from converters.draft.probes import BY_LAYER, Model
+from converters.draft.probes import LAYER_KEYS, Model
 from converters.draft.reading import unread
 from converters.draft.tables import PART_BY_NEIGHBOURS, Drafted, Row
 from formats.errors import UsageError
@@ -23,7 +23,7 @@ from formats.huggingface.settings_table import USUAL
 HARMLESS = re.compile(
     r".*(?:dropout|pdrop|initializer|token_id).*|use_cache|is_decoder|pretraining_tp|output_router_logits"
     r"|router_aux_loss_coef|router_jitter_noise|rope_parameters|rope_scaling|num_mtp_layers|max_window_layers|"
-    + "|".join(BY_LAYER)
+    + "|".join(LAYER_KEYS)
 )  # fmt: skip
 """Config keys that a family need not name: of training and generation, common to all, or derived from others."""
 OF_ROUTER = ("experts", "top_k", "expert_ffn", "dense_layers", "router_normalized", "router_scale", "router_groups",
@@ -76,9 +76,17 @@ def draft(model: Model, table: Drafted) -> Draft:
     text = _text(values, table.rows)
     loaded = _loaded(text)
     if isinstance(loaded, UsageError):
-        return Draft(text, table.rows, str(loaded).partition(": ")[2])
+        fault = str(loaded).partition(": ")[2]
+        rows = tuple(_marked(row, fault) for row in table.rows)
+        return Draft(_text(values, rows, "" if rows != table.rows else fault), rows, fault)
     reason = unread(loaded, model)
     return Draft(_text(values, table.rows, reason), table.rows, "", reason)
+
+
+def _marked(row: Row, fault: str) -> Row:
+    """The row, with the reason why the file does not load as its doubt where the reason names a tensor of the row."""
+    is_reason = any(re.search(rf"\b{tensor}\b", fault) for tensor in row.tensors)
+    return replace(row, doubt=fault) if is_reason and not row.doubt else row
 
 
 def _loaded(text: str) -> Family | UsageError:
@@ -157,7 +165,7 @@ def _taken(model: Model, *keys: str) -> str:
     return second if 0.75 in made.values() else first
 
 
-def _text(values: Mapping[str, Any], rows: tuple[Row, ...], unread: str = "") -> str:
+def _text(values: Mapping[str, Any], rows: tuple[Row, ...], fault: str = "") -> str:
     """The contents of the family file."""
     lines = [f"# Drafted by `convert family`: what it could not see is marked; {UNJUDGED}."]
     tables = {name: value for name, value in values.items() if isinstance(value, dict) and value}
@@ -172,7 +180,7 @@ def _text(values: Mapping[str, Any], rows: tuple[Row, ...], unread: str = "") ->
     guessed = [row for row in rows if row.pattern]
     lines += ["table = '''", *(_line(row, wide, deep) for row in guessed), "'''"]
     lines += [f"# ? {row.key}: {row.doubt}" for row in rows if row.doubt]
-    lines += [f"# ? {unread}"] if unread else []
+    lines += [f"# ? {fault}"] if fault else []
     for name, value in tables.items():
         lines += ["", f"[{name}]{ABOUT.get(name, '')}", *_pairs(value)]
     return "\n".join(lines) + "\n"

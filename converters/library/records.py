@@ -12,6 +12,7 @@ from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import config as hf_config
 from formats.huggingface import language_model
+from formats.layout.placed import named_as_copies
 from formats.registry import format_of
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ def _parameters(source: Checkpoint) -> int:
 
 def _notes(source: Checkpoint) -> list[str]:
     notes = [*source.spec.notes, *source.notes]
+    notes += [
+        f"{name} is in the files as {key}, which the config ties to it: it is read there, as transformers 5 does"
+        for key, name in named_as_copies(source.tensors).items()
+    ]
     if source.state:
         state = ", ".join(source.state)
         notes.append(f"only the weights are converted, not {state}: continue the training with {source.details.fresh}")

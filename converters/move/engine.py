@@ -18,7 +18,7 @@ from converters.move.job import Outcome, buffers_of, run_job
 from converters.move.source_checks import SourceChecks
 from converters.plan.plan import Job
 from converters.plan.request import Limits
-from formats.disk.threads import TOO_MANY, Threads
+from formats.disk.threads import FEWER_PROCESSES, Threads
 from formats.errors import LESS, Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COPIED, STARTED = (2, 64 << 20), (4, 512 << 20)
 """(fewest worker processes, fewest bytes for each) for which processes replace threads: forked, and newly started."""
 TASKS = Path("/proc/self/task")
-LIMITS = {errno.EAGAIN: TOO_MANY, errno.ENOMEM: LESS}
+LIMITS = {errno.EAGAIN: FEWER_PROCESSES, errno.ENOMEM: LESS}
 """Error of a process that is started: what to do about it (fork(2), ERRORS)."""
 
 

@@ -38,6 +38,13 @@ AS_EXPERTS = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"}
 0.21.2 utils/transformers_weight_conversion.py)."""
 
 
+UNTOLD = (
+    "no table tells which matrices of the base are linear layers: routers of experts are in some classes of "
+    "transformers, and in others not"
+)
+"""Of transformers 5.23 with peft 0.21.2: JetMoE's and Doge's routers are in it, those of Jamba and Aria are not."""
+
+
 @dataclass
 class Changes:
     """The changes that an adapter makes to one logical tensor.
@@ -162,10 +169,11 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     linear = {slot.keys[0].removesuffix(".weight") for slot in trainable if _is_linear(slot, base)}
     if lacking := peft.missing(adapter, modules, {slot.keys for slot in trainable}, linear):
         some_trained = ", or not all linear layers were trained: then name those that were in target_modules"
+        all_linear, untold = peft.is_all_linear(adapter.config), isinstance(base.spec, Verbatim)
         raise SourceError(
-            f"{saved.root} has nothing of {len(lacking)} modules or tensors that its config names: {some(lacking, 3)}",
-            "the file is not complete, or the base is another model"
-            + (some_trained if peft.is_all_linear(adapter.config) else ""),
+            f"{saved.root} has nothing of {len(lacking)} modules or tensors that its config names: {some(lacking, 3)}"
+            + (f" ({UNTOLD})" if all_linear and untold else ""),
+            "the file is not complete, or the base is another model" + (some_trained if all_linear else ""),
         )
     if beyond := peft.surplus(adapter, modules):
         raise SourceError(

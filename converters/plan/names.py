@@ -87,6 +87,9 @@ def with_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Check
     moves = {name: list(_pieces(source, name, entry)) for name, entry in hub.items()}
     rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
     written = {move.name for some in moves.values() for move in some} | rest.keys()
+    named_as_copies = {entry: copy for copy, entry in answer.tied.items() if copy in rest and entry not in written}
+    moves |= {copy: [_whole(copy, rest.pop(copy))._replace(name=entry)] for entry, copy in named_as_copies.items()}
+    written = written - {*named_as_copies.values()} | named_as_copies.keys()
     copies = {copy: entry for copy, entry in answer.tied.items() if entry in written and copy not in written}
     for some in moves.values():
         some += [move._replace(name=copy) for copy, entry in copies.items() for move in some if move.name == entry]

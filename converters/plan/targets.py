@@ -74,6 +74,7 @@ def plan_huggingface(
         source = names.with_names_in_files(source, json.loads(assets.config_text(source, None)))
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets)
+    index = index and huggingface.with_originals(index, source.spec)
     further = {item.key for item in source.tensors if item.slot.replica and MTP in item.slot.rule.conditions}
     further |= (index or {"weight_map": {}})["weight_map"].keys()
     carried = assets.carried_assets(source)

@@ -19,7 +19,7 @@ Facts: deepspeed/checkpoint/ds_to_universal.py `merge_tp_slices` and constants.p
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,14 +34,6 @@ VERSION, VOCAB, SECTIONS, WIDTHS = (
     "universal_checkpoint_version", "vocabulary_parameter_patterns", "parameter_with_sub_params",
     "sub_param_shard_widths",
 )  # fmt: skip
-CATEGORIES: Mapping[str, Mapping[str, int]] = {
-    "tp_replicated_parameter_patterns": {},
-    "parameter_to_average_patterns": {},
-    "parameter_with_2_sub_params_cat_dim_0": {"cat_dim": 0, "param_n_sub_params": 2},
-    SECTIONS: {},
-    "parameter_with_row_parallelism_patterns": {"cat_dim": 1},
-}
-"""Key of the record: the keys of a file whose name one of its expressions matches. The first match counts."""
 REST = {"cat_dim": 0}
 """The keys of a file whose name none matches."""
 OTHERS = {
@@ -52,6 +44,13 @@ PATTERN = re.compile(r"\^?(?:\\\.|[\w.\-])*(?:\\d\+(?:\\\.|[\w.\-])*){0,2}\$?")
 """The expressions that trees write: no others are searched for, since one from a file could take for ever."""
 WIDTHS_SINCE = 0.4
 """The version of a record from which on sections may be cut in unequal parts, which it lists."""
+
+
+Keys = Mapping[str, Any]
+"""Keys of a file, such as `KEYS`."""
+Reader = Callable[[Path, Mapping[str, Any], str, str, tuple[int, ...]], Keys | None]
+"""From the model file, its record, a key of the record, the name of a parameter and its shape: the keys of the
+parameter's file; None if the key says nothing of it. UnsupportedError: it is in an unknown form."""
 
 
 class Layout(NamedTuple):
@@ -141,13 +140,10 @@ def wanted(model: TorchFile, name: str, where: Path, shape: tuple[int, ...]) -> 
     """
     info = _info(model)
     keys: dict[str, Any] = dict(REST)
-    for category, of_category in CATEGORIES.items():
-        if category == SECTIONS:
-            if runs := _runs(model.path, info, name, shape):
-                keys = {"sub_param_shape": runs}
-                break
-        elif _matches(model.path, info.get(category), name):
-            keys = dict(of_category)
+    for category, read in CATEGORIES.items():
+        recorded = read(model.path, info, category, name, shape)
+        if recorded is not None:
+            keys = dict(recorded)
             break
     if _matches(model.path, info.get(VOCAB), name):
         keys["vocab_tensor"] = True
@@ -183,7 +179,16 @@ def _matches(model: Path, patterns: Any, name: str) -> str | None:
     return None
 
 
-def _runs(model: Path, info: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Opaque | None:
+def _keys(**keys: int) -> Reader:
+    """The reader of a category whose parameters have these keys."""
+
+    def read(model: Path, info: Mapping[str, Any], category: str, name: str, _: tuple[int, ...]) -> Keys | None:
+        return keys if _matches(model, info.get(category), name) else None
+
+    return read
+
+
+def _runs(model: Path, info: Mapping[str, Any], _: str, name: str, shape: tuple[int, ...]) -> Keys | None:
     """The sections of a parameter, each with its size; a number of them stands for sections of one size.
 
     Raises:
@@ -203,7 +208,7 @@ def _runs(model: Path, info: Mapping[str, Any], name: str, shape: tuple[int, ...
         if type(count) is int and count > 0 and shape[dim] % count == 0:
             sizes = (*sizes[:dim], (shape[dim] // count,) * count, *sizes[dim + 1 :])
         _require_even(model, info, pattern)
-        return Opaque("", "SubparamShape", state={"shape": tuple(sizes), "partition_dim": dim})
+        return {"sub_param_shape": Opaque("", "SubparamShape", state={"shape": tuple(sizes), "partition_dim": dim})}
     return None
 
 
@@ -215,3 +220,13 @@ def _require_even(model: Path, info: Mapping[str, Any], pattern: str) -> None:
     known = isinstance(listed, Sequence) and all(isinstance(of_ranks, list | tuple) for of_ranks in listed)
     if not older and not (known and all(len({*of_ranks}) == 1 for of_ranks in listed or ())):
         raise UnsupportedError(f"{model}: {INFO} has {WIDTHS} = {short(listed)} of {short(pattern)}")
+
+
+CATEGORIES: Mapping[str, Reader] = {
+    "tp_replicated_parameter_patterns": _keys(),
+    "parameter_to_average_patterns": _keys(),
+    "parameter_with_2_sub_params_cat_dim_0": _keys(cat_dim=0, param_n_sub_params=2),
+    SECTIONS: _runs,
+    "parameter_with_row_parallelism_patterns": _keys(cat_dim=1),
+}
+"""Key of the record: what reads from it the keys of a file with a parameter's name. The first match counts."""

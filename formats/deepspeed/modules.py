@@ -164,7 +164,47 @@ StateReader = Callable[[Partitions, str], Checkpoint]
 """A function that returns one of `optimizer.STATES` as a checkpoint."""
 
 
-def requested_state(
+def requested(
+    tag: Path,
+    models: Mapping[int, TorchFile],
+    settings: Settings,
+    of_universal: Callable[[str], Checkpoint],
+    of_state: StateReader,
+    *,
+    bare: bool,
+) -> Checkpoint:
+    """The optimizer state that `--weights` names, of a universal checkpoint or of partitions.
+
+    Args:
+        tag: the folder of the checkpoint.
+        models: the model files, by rank.
+        settings: the user's settings.
+        of_universal: returns a state of a universal checkpoint.
+        of_state: returns a state of partitions.
+        bare: whether there are no weights beside the optimizer.
+    """
+    if universal.is_universal(tag):
+        return _requested_universal_state(tag, models[0], settings, of_universal, bare=bare)
+    return _requested_state(tag, models, settings, of_state)
+
+
+def every_state(
+    tag: Path,
+    models: Mapping[int, TorchFile],
+    settings: Settings,
+    of_universal: Callable[[str], Checkpoint],
+    of_state: StateReader,
+) -> universal.States:
+    """All states of an optimizer, each file read once. Args as for `requested`, errors as of `_states_of`."""
+    if not universal.is_universal(tag):
+        return _states_of(tag, models, settings, of_state)
+    names = universal.states(tag)
+    _require_step_of_universal(tag, models[0], settings)
+    model = of_all_stages(models)
+    return universal.States({state: of_universal(state) for state in names}, model, ())
+
+
+def _requested_state(
     tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: StateReader
 ) -> Checkpoint:
     """The optimizer state that `--weights` names; a moment with the FP32 master weights that prove its parameters."""
@@ -176,7 +216,7 @@ def requested_state(
     return replace(source, proof=proof, notes=(*source.notes, *notes))
 
 
-def requested_universal_state(
+def _requested_universal_state(
     tag: Path, model: TorchFile, settings: Settings, of_state: Callable[[str], Checkpoint], *, bare: bool
 ) -> Checkpoint:
     """The same of a universal checkpoint; without weights beside it (`bare`) the masters by default.
@@ -189,7 +229,7 @@ def requested_universal_state(
             f"{tag} is a universal checkpoint, beside which there are no weights", "add --weights fp32-master"
         )
     state = (settings.weights or "fp32-master").replace("fp32-master", "fp32")
-    notes = require_step_of_universal(tag, model, settings)
+    notes = _require_step_of_universal(tag, model, settings)
     source = of_state(state)
     if settings.weights is None:
         notes.append(model_files.no_module({tensor.fragment.dtype for tensor in source.tensors}))
@@ -207,12 +247,12 @@ def of_all_stages(models: Mapping[int, TorchFile]) -> dict[str, Any]:
     return {**models[0].value, "param_shapes": groups}
 
 
-def require_step_of_universal(tag: Path, model: TorchFile, settings: Settings) -> list[str]:
+def _require_step_of_universal(tag: Path, model: TorchFile, settings: Settings) -> list[str]:
     """What the user should know of the steps of a universal checkpoint; see `require_one_step`."""
     return require_one_step(model, *universal.steps(tag, settings.accept), settings.accept)
 
 
-def states_of(
+def _states_of(
     tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: StateReader
 ) -> universal.States:
     """All states of an optimizer; each file is read once.

@@ -23,7 +23,18 @@ from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition
 from formats.deepspeed.steps import COUNTER
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.optimizer import CARRIED, MOMENTS, MOMENTUM, NAMES, STATES, AnyGroup, Optimizer, group_of, required_states
+from formats.optimizer import (
+    CARRIED,
+    MOMENTS,
+    MOMENTUM,
+    NAMES,
+    STATES,
+    AnyGroup,
+    Optimizer,
+    group_of,
+    required_states,
+    states_by,
+)
 from formats.torch_files import saved_names
 
 OPENERS = {neox.Neox: neox.read_states, mds.MegatronDeepSpeed: mds.read_states}
@@ -36,12 +47,6 @@ def is_trained(source: Checkpoint) -> bool:
     """Whether there are optimizer states besides the weights."""
     names = (path.name for path in source.home.iterdir())
     return universal.is_universal(source.home) or any(map(saved_names.OPTIM.fullmatch, names))
-
-
-def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Return the optimizer states of a checkpoint, and the fields that `inspect` shows."""
-    optimizer = read(source)
-    return optimizer.states, {"step": optimizer.step}
 
 
 def read(source: Checkpoint) -> Optimizer:
@@ -78,6 +83,9 @@ def read(source: Checkpoint) -> Optimizer:
     groups = _groups([states[state] for state in ("exp_avg", MOMENTUM) if state in states], owners)
     _require_kept(source.home, groups, states)
     return Optimizer(states, int(step), groups, samples if type(samples) is int else None)
+
+
+states = states_by(read)
 
 
 def _require_kept(where: Path, groups: Mapping[Any, AnyGroup], states: Collection[str]) -> None:
@@ -166,8 +174,8 @@ def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collectio
         )
     settings, common = universal.settings(tag)
     made = universal.numbers_of_steps(tag, (name for group in shapes for name in group), common)
-    if None in made:
-        raise SourceError(f"{tag / 'zero' / made[None]} does not say how many steps its optimizer has made")
+    if made.unknown:
+        raise SourceError(f"{tag / 'zero' / made.unknown} does not say how many steps its optimizer has made")
     owners: dict[Path, Sequence[tuple[int, AnyGroup]]] = {}
     for number, group in enumerate(shapes):
         for name in group:
@@ -176,7 +184,7 @@ def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collectio
             if number not in groups:
                 raise SourceError(f"{tag}: no group of its optimizer holds the parameters of group {number}")
             owners[folder / "exp_avg.pt"] = [(0, groups[number])]
-    return next((step for step in made if step is not None), 0.0), owners
+    return next(iter(made.first), 0.0), owners
 
 
 def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], state_names: Iterable[str]) -> dict[int, AnyGroup]:

@@ -341,10 +341,22 @@ def _step(tag: Path, name: str) -> float | None:
         raise SourceError(f"{path} holds no number of steps") from None
 
 
+class StepCounts(NamedTuple):
+    """How many steps Adam has made with the parameters.
+
+    Attributes:
+        first: each number of steps: the first parameter that has made so many.
+        unknown: the first parameter of which no number is known; empty if there is none.
+    """
+
+    first: Mapping[float, str]
+    unknown: str = ""
+
+
 def numbers_of_steps(
     tag: Path, trained: Iterable[str], common: float | None, accept: Collection[str] = ()
-) -> dict[float | None, str]:
-    """Return each number of steps that Adam has made, with the first parameter of that number.
+) -> StepCounts:
+    """Return the numbers of steps that Adam has made.
 
     Args:
         tag: the folder of the checkpoint.
@@ -355,18 +367,21 @@ def numbers_of_steps(
     Raises:
         UnsupportedError: parameters have made different numbers of steps, and this is not accepted.
     """
-    made: dict[float | None, str] = {}
+    first, unknown = dict[float, str](), ""
     for name in trained:
-        count = _step(tag, name)
-        made.setdefault(common if count is None else count, name)
-    known = sorted((count, name) for count, name in made.items() if count is not None)
-    if len(known) > 1 and STEPS not in accept:
-        listed = ", ".join(f"{name} {int(count)}" for count, name in known[:4])
+        said = _step(tag, name)
+        count = common if said is None else said
+        if count is None:
+            unknown = unknown or name
+        else:
+            first.setdefault(count, name)
+    if len(first) > 1 and STEPS not in accept:
+        listed = ", ".join(f"{name} {int(count)}" for count, name in sorted(first.items())[:4])
         raise UnsupportedError(
             f"{tag}: its parameters have made different numbers of steps, such as {listed}",
             f"copy the files of one save again; weights that were trained so are taken with --accept {STEPS}",
         )
-    return made
+    return StepCounts(first, unknown)
 
 
 def steps(tag: Path, accept: Collection[str] = ()) -> tuple[Path, Collection[float]]:
@@ -375,8 +390,7 @@ def steps(tag: Path, accept: Collection[str] = ()) -> tuple[Path, Collection[flo
     Raises:
         UnsupportedError: parameters have made different numbers of steps, and this is not among what the user accepts.
     """
-    every = numbers_of_steps(tag, names(tag), None, accept)
-    if made := {count: name for count, name in every.items() if count is not None}:
+    if made := numbers_of_steps(tag, names(tag), None, accept).first:
         return tag / "zero" / next(iter(made.values())) / "step.pt", made.keys()
     path = tag / "zero" / "optimizer_state.pt"
     common = settings(tag)[1] if path.is_file() else None

@@ -9,9 +9,9 @@ from typing import ParamSpec, TypeVar
 
 from formats.errors import UsageError
 
-TOO_MANY = "lower -j, or raise the limit of processes (`ulimit -u`, or pids.max of the job's cgroup)"
+FEWER_PROCESSES = "lower -j, or raise the limit of processes (`ulimit -u`, or pids.max of the job's cgroup)"
 """What to do where the system starts no further process."""
-TOO_MANY_THREADS = f"{TOO_MANY}, or that of memory (`ulimit -v`)"
+FEWER_THREADS = f"{FEWER_PROCESSES}, or that of memory (`ulimit -v`)"
 """What to do where the system starts no further thread: one whose stack gets no memory looks the same."""
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -24,7 +24,7 @@ def is_of_a_thread(error: BaseException) -> bool:
 
 def no_further_thread() -> UsageError:
     """The error of a process that can start no further thread."""
-    return UsageError("no further thread can be started", TOO_MANY_THREADS)
+    return UsageError("no further thread can be started", FEWER_THREADS)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from formats.optimizer import (
     group_of,
     number_of,
     refusal_hint,
+    states_by,
     whose,
 )
 from formats.torch_files import dcp, rank_dumps
@@ -86,12 +87,6 @@ class OptimizerEntries(NamedTuple):
 def is_trained(source: Checkpoint) -> bool:
     """Whether there are optimizer states besides the weights."""
     return find(source) is not None
-
-
-def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """The optimizer states of a checkpoint, and the entries of the optimizer for `inspect`."""
-    optimizer = read(source)
-    return optimizer.states, {"step": optimizer.step}
 
 
 def find(source: Checkpoint) -> OptimizerEntries | None:
@@ -233,6 +228,9 @@ def read(source: Checkpoint) -> Optimizer:
     states = {state: states[state] for state in CARRIED if state in states}
     counted = [key for kind, items in by_kind.items() if kind is not Muon for key in items]
     return Optimizer(states, _step(optimizer, counted, needed=Group in by_kind), groups)
+
+
+states = states_by(read)
 
 
 def _by_kind(optimizer: OptimizerEntries, trained: Iterable[Slot]) -> dict[type[AnyGroup], list[Slot]]:

@@ -27,7 +27,7 @@ from formats.huggingface import HUGGINGFACE, language_model, mtp
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
-from formats.layout.placed import Placed, match
+from formats.layout.placed import TIED, Placed, content_of, match
 from formats.layout.slots import ALONE, Slot
 from formats.layout.table import Rule
 from formats.layout.tensors import BUFFERS
@@ -122,7 +122,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_spec(config: Mapping[str, Any], folder: Path, settings: Settings) -> ModelSpec:
     """The spec of a config.json that was read from a folder."""
-    return from_huggingface(config, _user_settings(settings), str(folder / "config.json"))
+    return spec_at(config, str(folder / CONFIG), settings)
+
+
+def spec_at(config: Mapping[str, Any], where: str, settings: Settings) -> ModelSpec:
+    """The spec of a config that errors call `where`."""
+    return from_huggingface(config, _user_settings(settings), where)
 
 
 def _user_settings(settings: Settings) -> dict[str, Any]:
@@ -341,6 +346,17 @@ def write(
     buffers = sum(prod(slot.shape) for slot in by_key.values() if BUFFERS.intersection(slot.rule.pattern.tensors))
     texts = {} if list(groups) == [SINGLE] else {INDEX: _index(groups, index, buffers)}
     return Target(files, texts, {})
+
+
+def with_originals(index: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
+    """An index in which a tied tensor has its own name, where it only had that of its copy (`placed.match`)."""
+    weight_map, slots = dict(index["weight_map"]), model_slots(spec)
+    originals = {content_of(slot): slot for slot in slots if not slot.replica}
+    for copy in (slot for slot in slots if slot.rule.conditions >= TIED):
+        key, original = next((key for key in copy.keys if key in weight_map), None), originals[content_of(copy)]
+        if key and weight_map.keys().isdisjoint(original.keys):
+            weight_map[original.keys[0]] = weight_map.pop(key)
+    return {**index, "weight_map": weight_map}
 
 
 def weights_file(path: Path, entries: Sequence[Entry], slots_by_key: Mapping[str, Slot]) -> OutputFile:

@@ -21,7 +21,7 @@ SYNONYMS = {
 }
 """Name of an activation: the usual name of the same function (transformers 5.23.0, activations.py ACT2CLS)."""
 
-BY_LAYER = "per_layer_config"
+LAYER_CONFIG = "per_layer_config"
 """Config key by which transformers changes settings of single layers (5.23.0, integrations/heterogeneity)."""
 OF_ALL: Mapping[str, Any] = {"is_causal": True}
 """Config key that transformers reads of every model: the only value that tables describe. With another value each token
@@ -116,8 +116,10 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     require_values(config, family, keys_read(family), where)
     known_keys = {*family.own, *(key for row in rows_of(family, config) for names in row.keys for key in names)}
-    if config.get(BY_LAYER) and BY_LAYER not in known_keys:
-        raise UnsupportedError(f"{where}: {BY_LAYER}, settings of single layers, is not supported for {family.name}")
+    if config.get(LAYER_CONFIG) and LAYER_CONFIG not in known_keys:
+        raise UnsupportedError(
+            f"{where}: {LAYER_CONFIG}, settings of single layers, is not supported for {family.name}"
+        )
     layer_types = [] if "layer_types" in known_keys else config.get("layer_types") or []
     usual = "indexed_attention" if "indexed" in family.traits else "full_attention"
     others = [kind for kind in layer_types if kind != usual] if isinstance(layer_types, list) else [layer_types]

@@ -13,12 +13,16 @@ from formats.disk.safetensors import Fragment
 from formats.errors import SourceError, count
 from formats.layout.columns import Columns, Cut
 from formats.layout.leaves import Leaf
+from formats.layout.pattern import Pattern
 from formats.layout.ranks import Files, Ranks
 from formats.layout.slots import Layout, Place, Replica, Slot, ranks_again
 from formats.layout.table import Rule
 
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
 """Matches keys of layers that predict a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
+
+TIED = frozenset({"tied", "optional"})
+"""Conditions of a copy that is tied to another tensor and may be absent."""
 
 SHOWN = 5
 """Tensors that an error names."""
@@ -149,7 +153,8 @@ def match(
         where: path of the checkpoint, for errors.
 
     Returns:
-        The pairs, and the keys that a rule dropped.
+        The pairs, and the keys that a rule dropped. A tied tensor that only its copy's name is there for is paired with
+        the copy (`named_as_copies`).
 
     Raises:
         SourceError: a tensor is missing, left over, or has another shape; the message lists names and files.
@@ -177,6 +182,7 @@ def match(
             )
         used[slot.place].add(keys[0])
         placed.append(Placed(keys[0], slot, fragment))
+    missing = _without_tied(missing, placed)
     if missing:
         hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
         lacking = count(len(missing), "tensor is", "tensors are")
@@ -201,6 +207,33 @@ def match(
             else "the model may be of another family than its configuration says; `convert formats` lists the families",
         )
     return placed, [key for _, key in rest]
+
+
+def _without_tied(missing: Iterable[Slot], placed: list[Placed]) -> list[Slot]:
+    """The missing slots except originals whose tied copy is in `placed`, where the copy then is the original.
+
+    transformers 5.23.0 ties either way (modeling_utils.py `tie_weights`: it swaps the two names where the files hold
+    only the copy), and safetensors 0.8 `save_model` keeps one name of a shared tensor, for tied heads `lm_head.weight`.
+    """
+    copies = {content_of(each.slot): index for index, each in enumerate(placed) if each.slot.rule.conditions >= TIED}
+    still_missing = []
+    for slot in missing:
+        index = copies.pop(content_of(slot), None)
+        if index is None:
+            still_missing.append(slot)
+        else:
+            placed[index] = placed[index]._replace(slot=slot)
+    return still_missing
+
+
+def content_of(slot: Slot) -> tuple[Place, Pattern, int | None, int | None]:
+    """What tells whether two slots of one checkpoint have the same content: place, pattern, layer and expert."""
+    return slot.place, slot.rule.pattern, slot.layer, slot.expert
+
+
+def named_as_copies(tensors: Iterable[Placed]) -> dict[str, str]:
+    """The originals of tied tensors that have the name of the copy in the files: their own names by those."""
+    return {placed.key: placed.slot.keys[0] for placed in tensors if placed.key not in placed.slot.keys}
 
 
 def _path(tensors: Mapping[str, Fragment], place: Place, where: Path) -> str:

@@ -149,6 +149,7 @@ def spec_of(
     padded: int,
     *,
     settled: bool = False,
+    config_place: str = "",
 ) -> ModelSpec:
     """The spec of a model, from the args of its checkpoint and the config that travels with it.
 
@@ -163,12 +164,14 @@ def spec_of(
         padded: rows of the embedding in the files.
         settled: whether the model computes what the args say, even a setting that some version ignores. A checkpoint
             that a conversion wrote (it has a manifest) always does, since nobody has trained it with such a version.
+        config_place: what to call the config in an error, where it is not the config.json of `assets`.
 
     Raises:
         SourceError: the vocabulary is larger than `padded`.
     """
     settled = settled or (iteration / MANIFEST).is_file()
-    base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None)) if assets and config else None
+    where = config_place or (str(assets / huggingface.CONFIG) if assets else "")
+    base = huggingface.spec_at(config, where, replace(settings, vocab_size=None)) if where and config else None
     if dialect == megatron_llm.NAME:
         spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
     elif provider := providers.of_args(args):

@@ -166,20 +166,20 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     config = named_config = huggingface.read_config(assets) if assets else None
     if vision and named_config is None and not settings.only:
         named_config = whole_config.of_fields(*vision)
+    config_place = vision_language.config_place(vision[0], assets, common.path) if vision else ""
     if vision and named_config:
-        config = vision_language.text_config(
-            *vision, named_config, tensors, str(common.path), str(assets or common.path)
-        )
+        config = vision_language.text_config(*vision, named_config, tensors, str(common.path), config_place)
     spec = spec_of(
         args,
         DIST,
-        assets or common.path,
+        assets,
         config,
         settings,
         folder,
         common.path,
         padded,
         settled=saved_config is not None,
+        config_place=config_place,
     )
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, split=any(rule in SPLIT for rule in table), where=str(common.path))
@@ -206,7 +206,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         state=tuple(name for name in STATE if name in sections),
     )
     return (
-        vision_language.join(*vision, checkpoint, tensors_in(folder, beside), named_config, settings)
+        vision_language.join(*vision, checkpoint, tensors_in(folder, beside), named_config, config_place, settings)
         if vision
         else checkpoint
     )

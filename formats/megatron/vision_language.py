@@ -25,7 +25,7 @@ from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, ORIGINAL, Slot
 from formats.layout.table import CENTRED, Rule
 from formats.megatron.args import providers, visions, whole_config
-from formats.megatron.args.vision import HEAD, PREFIX, Vision
+from formats.megatron.args.vision import HEAD, PREFIX, TEXT, Vision
 from formats.megatron.chained_optimizer import CHAINED
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim, differences
@@ -243,13 +243,18 @@ def split_entries(entries: Iterable[dcp.Entry]) -> tuple[list[dcp.Entry], list[d
     return text, beside
 
 
+def config_place(vision: Vision, assets: Path | None, run_config: Path) -> str:
+    """What to call the config of a model in an error: its config.json, or the key of run_config.yaml that holds it."""
+    return str(assets / huggingface.CONFIG) if assets else f"{run_config}: model.{vision.whole or TEXT}"
+
+
 def text_config(
     vision: Vision,
     fields: Mapping[str, Any],
     config: Mapping[str, Any],
     names: Iterable[str],
     where: str,
-    assets: str,
+    place: str,
 ) -> dict[str, Any]:
     """Return the config of the language model alone.
 
@@ -259,7 +264,7 @@ def text_config(
         config: the config.json of the whole model.
         names: the names of the language model's tensors in Megatron.
         where: the name of run_config.yaml in an error.
-        assets: the name of the config's folder in an error.
+        place: what to call the config in an error (`config_place`).
 
     Raises:
         SourceError: the config is of another type of model.
@@ -267,12 +272,12 @@ def text_config(
     """
     if config.get("model_type") != vision.kind:
         raise SourceError(
-            f"{assets} says model_type = {short(config.get('model_type'))}, and {where} is of a {vision.kind}",
+            f"{place} says model_type = {short(config.get('model_type'))}, and {where} is of a {vision.kind}",
             "give the config of the whole model with --config",
         )
     vision.require_agreement(fields, config, where)
     head = [f"{HEAD}weight"] if "output_layer.weight" in names else []
-    return language_model.select(dict(config), head, ONLY_TEXT, assets).config
+    return language_model.select(dict(config), head, ONLY_TEXT, place).config
 
 
 def join(
@@ -281,6 +286,7 @@ def join(
     text: Checkpoint,
     tower: Mapping[str, Scattered],
     config: Mapping[str, Any] | None,
+    place: str,
     settings: Settings,
 ) -> Checkpoint:
     """Join a language model with its vision tower, under the names of Hugging Face files; with `settings.only` without.
@@ -291,6 +297,7 @@ def join(
         text: the checkpoint of the language model.
         tower: the other tensors, under the names of Megatron-Bridge.
         config: the config.json of the whole model; None where there is none.
+        place: what to call the config in an error (`config_place`).
         settings: the settings that the user passed.
 
     Raises:
@@ -307,7 +314,7 @@ def join(
             f"give the Hugging Face folder that the training began with: --config {began or 'BASE'}; or --only text",
         )
     assert isinstance(text.spec, ModelSpec)
-    _require_settings_of(config, text, settings)
+    _require_settings_of(config, place, text, settings)
     shapes, homes = dict[str, Shape](), dict[tuple[str, int | None], list[tuple[str, Leaf]]]()
     slots = [
         slot
@@ -351,11 +358,12 @@ def join(
     )
 
 
-def _require_settings_of(config: Mapping[str, Any], text: Checkpoint, settings: Settings) -> None:
+def _require_settings_of(config: Mapping[str, Any], place: str, text: Checkpoint, settings: Settings) -> None:
     """Refuse settings of the user that are not those of the whole model's config, which is carried as it is.
 
     Args:
         config: the config.json of the whole model.
+        place: what to call the config in an error (`config_place`).
         text: the checkpoint of the language model, with its config.
         settings: the user's settings.
 
@@ -367,7 +375,7 @@ def _require_settings_of(config: Mapping[str, Any], text: Checkpoint, settings: 
         return
     assert text.config is not None
     plain = replace(settings, values={name: settings.values[name] for name in settings.values.keys() & STATED})
-    said = huggingface.read_spec(text.config, text.assets or text.home, plain)
+    said = huggingface.spec_at(text.config, place, plain)
     idle = [line for line in differences(text.spec, said) if line.partition(":")[0] in named]
     if idle:
         raise RefusedError(

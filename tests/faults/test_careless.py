@@ -273,6 +273,22 @@ def test_code_that_a_config_names_and_that_is_not_there_is_told(model, convert, 
     assert (tmp_path / "out/there.py").is_file()
 
 
+@pytest.mark.parametrize("options", [(), ("--verbatim",)])
+def test_a_model_with_code_of_its_own_is_told(model, convert, tmp_path, options):
+    """Its model type has a table, and with trust_remote_code transformers would run the other code."""
+    run = Path(shutil.copytree(model(), tmp_path / "hf"))
+    config = json.loads((run / "config.json").read_text())
+    named = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel", "AutoModel": "org/name--far.Base"}
+    (run / "config.json").write_text(json.dumps(config | {"auto_map": named}))
+    (run / "mine.py").write_text("")
+    for command in ("hf2hf", "hf2megatron"):
+        ran = convert(command, run, tmp_path / command, *options)
+        told = f"auto_map of {run / 'config.json'} names mine.MyModel, org/name--far.Base, which trust_remote_code runs"
+        assert ran.err.count(told) == (not options), ran.err
+        assert ("transformers' LlamaForCausalLM" in ran.err) == (not options)
+    assert convert("hf2hf", model(), tmp_path / "plain").err == ""
+
+
 def test_a_training_is_not_replaced(model, convert, tmp_path):
     """Neither one that began in an output of ours, nor one of another program, whose `latest` names its newest."""
     run = tmp_path / "m"

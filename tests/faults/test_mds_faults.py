@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -233,3 +234,29 @@ def test_an_average_tells_of_norms_that_drifted_in_one_of_two_runs(convert, run,
         masters.unlink()
     ran = convert("average", *(run, LLAMA)[::order], tmp_path / "out")
     assert (ran.code, "the copies of 1 tensors differed" in ran.err) == (0, True), ran.err
+
+
+@pytest.mark.parametrize("options", [(), ("--with-optimizer",)])
+def test_a_change_of_what_is_beside_the_weights(model, convert, tmp_path, options):
+    """Arguments and the schedule of the learning rate are in files without a tensor: the manifest knows them."""
+    order = ("--qkv", "separate") if options else ("--qkv", "grouped")
+    source, out = LLAMA if options else model("llama-mha"), tmp_path / "out"
+    assert convert("hf2mds", source, out, *order, *options, "--tp", 2).code == 0
+    assert convert("verify", out).code == 0
+    folder = next(out.glob("global_step*"))
+    known = json.loads((folder / "vitruvian.json").read_text())["files"]
+    assert {name for name in known if "mp_rank" in name} == {f"mp_rank_0{rank}_model_states.pt" for rank in range(2)}
+
+    def later(value: dict[str, Any]) -> None:
+        value["args"].hidden_dropout = 0.5
+        if options:
+            value["lr_scheduler"]["max_lr"] *= 2
+
+    import torch
+
+    path = folder / "mp_rank_01_model_states.pt"
+    value = torch.load(path, weights_only=False)
+    later(value)
+    torch.save(value, path)
+    ran = convert("verify", out)
+    assert (ran.code, "mp_rank_01_model_states.pt" in ran.out + ran.err) == (6, True), ran.err

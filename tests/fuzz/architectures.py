@@ -24,7 +24,7 @@ LARGEST = 20_000_000
 Saved = Callable[[Path, dict[str, Any], random.Random], list[str]]
 
 
-BY_LAYER = ("indexer_types", "layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
+LAYER_KEYS = ("indexer_types", "layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
 """Keys that say something of each layer; a class makes them itself of the number of these."""
 UNSAID = ("head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_key_value_heads")
 """Sizes that some classes leave to be null, and others cannot compute with."""
@@ -38,7 +38,7 @@ def smaller(config: dict[str, Any], *, sparse: bool = False) -> dict[str, Any]:
             small[key] = smaller(value, sparse=sparse)
         elif key in SMALL and (type(value) is int or (value is None and key in UNSAID)):
             small[key] = SMALL[key]
-        elif key in BY_LAYER or (sparse and key != "model_type"):
+        elif key in LAYER_KEYS or (sparse and key != "model_type"):
             continue
         else:
             small[key] = 1 if key.endswith("token_id") and type(value) is int else value

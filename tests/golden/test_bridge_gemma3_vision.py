@@ -183,6 +183,15 @@ def test_a_tower_that_is_there_twice(convert, base, tmp_path):
     assert "post_layernorm.weight" in ran.err
 
 
+def test_a_megatron_core_with_which_its_release_does_not_run(convert, base, tmp_path):
+    """It is written for 0.3.1, which needs megatron-core before 0.17; so is what no version is named for."""
+    what = (*BRIDGE, *ACCEPT, "--megatron-version")
+    for version in ("0.17", "0.19"):
+        ran = convert("hf2megatron", base, tmp_path / "no", *what, version)
+        refused(ran, 5, f"in its release 0.3.1, which runs with no megatron-core {version}")
+    assert convert("hf2megatron", base, tmp_path / "run", *what, "0.16").code == 0
+
+
 def test_only_by_name(convert, base, tmp_path):
     """What it computes otherwise has to be accepted, into Bridge and out of it; of text it computes the same."""
     what = "the tokens of an image see only those before them"

@@ -172,6 +172,18 @@ def test_without_a_config(convert, tmp_path, kind, release):
     assert convert("digest", folder, *ACCEPT).out.split()[0] == with_config
 
 
+def test_a_config_in_the_fields_is_named_where_it_is(convert, tmp_path):
+    """There is no config.json: the file and its key are named."""
+    place = f"{ITERATION}/run_config.yaml: model.hf_text_config says "
+    for key, name in (("num_key_value_heads", "kv_heads"), ("num_hidden_layers", "layers")):
+        run = with_fields(tmp_path / name, {"hf_text_config": {key: 0}})
+        refused(convert("megatron2hf", run, tmp_path / "no", *ACCEPT), 3, f"{place}{name} = 0")
+    run = with_fields(tmp_path / "tower", {"vision_config": {"num_heads": None}})
+    ran = convert("megatron2hf", run, tmp_path / "no", *ACCEPT)
+    refused(ran, 3, "the config of its model does not say vision_config.num_heads")
+    assert "config.json" not in ran.err
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [

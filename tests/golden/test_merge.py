@@ -185,6 +185,50 @@ def test_all_linear_is_what_peft_takes_it_for(model, convert, tmp_path, family):
         assert "then name those that were in target_modules" in ran.err
 
 
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+UNTABLED_EXPERTS = {
+    "jetmoe": ("router.layer", True, True, {"num_local_experts": 4}),
+    "doge": ("router_gate", True, False, {"is_moe": True, "num_experts": 4}),
+    "aria_text": ("router", False, False, {"moe_num_experts": 4, "moe_topk": 2}),
+    "jamba": (
+        "router", False, False,
+        {"num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+         "expert_layer_period": 1, "expert_layer_offset": 0},
+    ),
+}  # fmt: skip
+"""Model type without a table: its router, whether it is a linear layer, whether all its matrices are, and settings.
+Doge has matrices of experts that are embeddings."""
+
+
+@pytest.mark.parametrize("kind", UNTABLED_EXPERTS)
+def test_routers_in_all_linear_of_a_model_without_a_table(convert, tmp_path, kind):
+    """Whether PEFT gives a router a LoRA depends on its class: where it did not, the word is refused, by name."""
+    from safetensors.numpy import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    router, is_linear, all_are, settings = UNTABLED_EXPERTS[kind]
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **settings)).save_pretrained(base)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules="all-linear")
+    names = load_file(adapter / "adapter_model.safetensors").keys()
+    assert any(f".{router}.lora_A" in name for name in names) == is_linear
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    listed = convert("merge", base, adapter, tmp_path / "listed")
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "all-linear"}))
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert listed.code == 0, listed.err
+    if all_are:
+        assert ran.code == 0, ran.err
+        out, other = (tmp_path / name / "model.safetensors" for name in ("out", "listed"))
+        assert out.read_bytes() == other.read_bytes()
+    else:
+        assert (ran.code, "no table tells which matrices" in ran.err) == (3, True), ran.err
+        assert "then name those that were in target_modules" in ran.err
+
+
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}])
 def test_an_embedding_that_is_square(model, convert, tmp_path, settings):
     """Its shape tells no longer that LoRA of an embedding is added transposed, table or none."""

@@ -108,6 +108,23 @@ def test_what_a_family_cannot_say_of_its_own_model_is_marked_and_said_first(conv
     assert "--set" not in ran.err
 
 
+def test_lines_for_which_a_draft_does_not_load_are_marked(convert, tmp_path):
+    """The norms after attention and MLP of openai-gpt both look like that before the MLP."""
+    path = tmp_path / "openai-gpt.toml"
+    ran = convert("family", "openai-gpt", path)
+    assert ran.code == 0, ran.err
+    reason = "its table has post_norm twice"
+    assert f"it does not load yet: {reason}" in ran.out
+    lines = path.read_text().splitlines()
+    table = lines[lines.index("table = '''") + 1 : lines.index("'''")]
+    named = {line.split()[0] for line in table if " post_norm: " in line}
+    assert len(named) == 2
+    assert {line[4:].partition(": ")[0] for line in lines if line.startswith("# ? ") and reason in line} == named
+    assert all(f"  {key}: {reason}" in ran.out for key in named)
+    ran = convert("family", "check", path, "openai-gpt")
+    assert (ran.code, reason in ran.err) == (2, True)
+
+
 def test_what_the_hint_says_helps(convert, tmp_path):
     path = tmp_path / "olmo.toml"
     assert convert("family", "olmo", path).code == 0

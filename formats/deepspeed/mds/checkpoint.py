@@ -156,23 +156,15 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     opened = _open(path, settings)
     if settings.weights in (None, "module") and opened.tensors:
         return _checkpoint(opened, _placed(opened))
-    if universal.is_universal(opened.tag):
-        bare = not opened.tensors
-        return modules.requested_universal_state(
-            opened.tag, opened.models[0], settings, partial(_of_universal, opened), bare=bare
-        )
-    return modules.requested_state(opened.tag, opened.models, settings, partial(_of_state, opened))
+    readers = partial(_of_universal, opened), partial(_of_state, opened)
+    return modules.requested(opened.tag, opened.models, settings, *readers, bare=not opened.tensors)
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
-    if universal.is_universal(opened.tag):
-        states = universal.states(opened.tag)
-        modules.require_step_of_universal(opened.tag, opened.models[0], settings)
-        model = modules.of_all_stages(opened.models)
-        return universal.States({state: _of_universal(opened, state) for state in states}, model, ())
-    return modules.states_of(opened.tag, opened.models, settings, partial(_of_state, opened))
+    readers = partial(_of_universal, opened), partial(_of_state, opened)
+    return modules.every_state(opened.tag, opened.models, settings, *readers)
 
 
 def _open(path: Path, settings: Settings) -> _Opened:

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from formats.errors import UnsupportedError, short, some
 from formats.huggingface.maxtext.changes import query_scale
+from formats.huggingface.maxtext.layers import BLOCKS
 from formats.huggingface.maxtext.tables import FAMILIES
 from formats.model.spec import ModelSpec
 
 SCALINGS = {"default": False, "linear": False, "llama3": True}
 """Rotary scaling that is read: whether neighbouring rows rotate with it. MaxText's YaRN may do either
 (`rope_interleave`), so it is not read."""
-PERIODS = {"gemma2": 2, "gemma3_text": 6}
-"""Family with windows: every how many layers one has none."""
 PAIRED = ("gemma2",)
 """Families whose decoder is made of whole periods."""
 EPSILON = 1e-6
@@ -60,7 +59,8 @@ def _require_gemma(spec: ModelSpec, where: str) -> None:
     Raises:
         UnsupportedError: it is such a config.
     """
-    period, types, pattern = PERIODS[spec.family], spec.own["layer_types"], spec.own.get("sliding_window_pattern")
+    period = BLOCKS[spec.family][0].period
+    types, pattern = spec.own["layer_types"], spec.own.get("sliding_window_pattern")
     usual = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(spec.layers)]
     scales = {float(spec.head_dim), float(spec.hidden // spec.heads)}
     differences = (

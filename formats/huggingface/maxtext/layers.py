@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
     Attributes:
         pattern: the name of such an array. Groups: `block`, the number of the block, without which the array stacks all
             blocks; `inner`, the place of the layer in its block; `head` and `tail`, what the name of a layer keeps.
-        period: the number of layers in a block.
+        period: the number of layers in a block; where layers have windows, the last one of a block has none.
         rest: whether the layers are those after the last whole block.
     """
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from formats.checkpoint import Checkpoint
 from formats.disk.chunks import Array, Chunk, arrays, decoded
@@ -31,7 +30,7 @@ from formats.huggingface.maxtext.tables import slots_of
 from formats.layout.pieces import Scattered, match_pieces
 from formats.model.accepted import SCALED_STEPS
 from formats.model.spec import ModelSpec
-from formats.optimizer import Optimizer
+from formats.optimizer import Optimizer, states_by
 
 OPTIMIZER = "opt_state."
 MOMENT = re.compile(r"opt_state\.0\.(?P<state>mu|nu)\.params\.(?P<key>.+)")
@@ -45,12 +44,6 @@ WITHOUT = "convert the weights without --with-optimizer"
 def is_trained(source: Checkpoint) -> bool:
     """Whether there are optimizer states besides the weights."""
     return bool(source.state)
-
-
-def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Return the optimizer states of a checkpoint, and the fields that `inspect` shows."""
-    optimizer = _read(source)
-    return optimizer.states, {"step": optimizer.step}
 
 
 def read(source: Checkpoint) -> Optimizer:
@@ -82,6 +75,9 @@ def _read(source: Checkpoint) -> Optimizer:
     described = arrays(tree.store, names)
     of_states = {state: _state(source, state, keys, tree, described) for state, keys in moments.items()}
     return Optimizer(of_states, _step(source, tree, described), {})
+
+
+states = states_by(_read)
 
 
 def _state(

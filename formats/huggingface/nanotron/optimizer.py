@@ -39,7 +39,7 @@ from formats.layout.pieces import Scattered, from_pieces, match_pieces, whole_pa
 from formats.layout.placed import files_of
 from formats.layout.slots import Slot
 from formats.model.spec import ModelSpec
-from formats.optimizer import STATES, Group, Optimizer, group_of, number_of, refusal_hint, whose
+from formats.optimizer import STATES, Group, Optimizer, group_of, number_of, refusal_hint, states_by, whose
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import TensorRef
@@ -87,12 +87,6 @@ def is_trained(source: Checkpoint) -> bool:
     return (source.home / FOLDER).is_dir()
 
 
-def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Return the optimizer states of a checkpoint, and the fields that `inspect` shows."""
-    optimizer = read(source)
-    return optimizer.states, {"step": optimizer.step}
-
-
 def read(source: Checkpoint) -> Optimizer:
     """Read the optimizer of an opened checkpoint of nanotron.
 
@@ -128,6 +122,9 @@ def read(source: Checkpoint) -> Optimizer:
         checkpoints[state] = replace(source, tensors=tuple(pieces), dropped=(), files=of_state, twins=twins)
     step = _step(shares, details, source)
     return Optimizer(checkpoints, step, _groups(shares, by_rank[0]), details.samples or None)
+
+
+states = states_by(read)
 
 
 # --- the files and their ranks ---------------------------------------------------------------------------------------

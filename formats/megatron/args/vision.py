@@ -39,6 +39,8 @@ FIRST_RELEASE, LATER = "release 0.3.1", "releases from 0.4.0 on"
 INSIDE, FROM = "config_dict", ".from_dict"
 """The key under which a field that is a Hugging Face config holds the config's keys."""
 TOWER, TEXT = "vision_config", "hf_text_config"
+OF_MODEL = "the config of its model"
+"""What errors call a config that is a config.json, or made of the fields (`whole_config.py`)."""
 """Fields that are Hugging Face configs. The second is used for the rotary embedding only, in 0.3.1."""
 BASE = 1e4
 """The base of the rotary embedding of a tower: transformers 4.57.3, and Megatron-Bridge in code."""
@@ -195,9 +197,9 @@ class Vision:
         tower = {**assumed, **said[INSIDE]}
         for key, default in assumed.items():
             if type(default) is int:
-                positive_int(tower[key], f"{TOWER}.{key}", "config.json")
+                positive_int(tower[key], f"{TOWER}.{key}", OF_MODEL)
             elif isinstance(default, list) and not isinstance(tower[key], list):
-                raise SourceError(f"config.json: {TOWER}.{key} = {short(tower[key])} is no list of layers")
+                raise SourceError(f"{OF_MODEL}: {TOWER}.{key} = {short(tower[key])} is no list of layers")
         return tower
 
     def on_hub(self, key: str) -> str:
@@ -289,7 +291,7 @@ class Vision:
         ]
         if differing:
             raise RefusedError(
-                f"{where} and the config of its model contradict each other (file | config): {'; '.join(differing)}",
+                f"{where} and {OF_MODEL} contradict each other (file | config): {'; '.join(differing)}",
                 "give the right config with --config",
             )
 

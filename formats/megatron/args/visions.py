@@ -335,14 +335,17 @@ def of_kind(kind: str, version: str | None) -> Vision:
         version: the megatron-core with which Megatron-Bridge runs; None for that of the newest release.
 
     Raises:
-        RefusedError: no release of Megatron-Bridge that runs with it has the class.
+        RefusedError: no release of Megatron-Bridge that runs with it has the class as it is known here.
     """
-    vision = VISIONS[kind]
-    if version is None or not is_between(version, FIRST, CORE_OF_EARLIER):
-        return vision
-    if kind not in EARLIER and vision.releases == LATER:
+    if version is None:
+        return VISIONS[kind]
+    is_earlier = is_between(version, FIRST, CORE_OF_EARLIER)
+    vision = EARLIER.get(kind, VISIONS[kind]) if is_earlier else VISIONS[kind]
+    unfit, runs = (LATER, "run") if is_earlier else (FIRST_RELEASE, "runs")
+    if vision.releases.startswith(unfit):
         raise RefusedError(
-            f"Megatron-Bridge has {vision.name} in its {LATER}, which run with no megatron-core {version}",
+            f"a {vision.name} is written for Megatron-Bridge in its {unfit}, which {runs} with no megatron-core "
+            f"{version}",
             "leave --megatron-version out",
         )
-    return EARLIER.get(kind, vision)
+    return vision

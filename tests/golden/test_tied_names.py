@@ -1,0 +1,104 @@
+"""Tied models of which the files hold the name of the head alone, as safetensors' `save_model` writes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models import files
+
+NAMES = ["llama-tied", "qwen2-tied", "gpt2", "falcon", "lfm2", "bloom"]
+TIED = {"tie_word_embeddings": True}
+UNTABLED = {
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "num_attention_heads": 4},
+    "stablelm": {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, **TIED},
+}
+"""Model types without a table, and settings of small ones."""
+TOKENS = torch.arange(3, 35)[None]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def saved(model, folder):
+    """A folder with the weights of a tied model as `save_model` names them, which transformers reads as it was."""
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    save_model(model, str(folder / "model.safetensors"), {"format": "pt"})
+    names = load_file(folder / "model.safetensors").keys()
+    assert "lm_head.weight" in names
+    assert not any("embed_tokens" in name or "wte" in name or "word_embeddings.weight" in name for name in names)
+    again, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert torch.equal(logits(again), logits(model))
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_head_is_the_embedding(model, convert, tmp_path, name):
+    folder = saved(loaded(model(name)), tmp_path / "hf")
+    ran = convert("hf2hf", folder, tmp_path / "out")
+    assert ran.code == 0
+    assert ran.err.count("which the config ties to it") == 1
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(loaded(model(name))))
+    ran = convert("hf2fsdp", folder, tmp_path / "fsdp", "--ranks", 2)
+    assert ran.code == 0
+    tied = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    dcp.load({"model": tied.state_dict()}, checkpoint_id=tmp_path / "fsdp", no_dist=True)
+    assert torch.equal(logits(tied), logits(loaded(model(name))))
+    assert convert("diff", folder, tmp_path / "fsdp").code == 0
+
+
+@pytest.mark.parametrize("framework", ["megatron", "neox", "nanotron"])
+def test_in_the_names_of_other_frameworks(model, convert, tmp_path, framework):
+    there, back = f"hf2{framework}", f"{framework}2hf"
+    folder = saved(loaded(model("llama-tied")), tmp_path / "hf")
+    shutil.copytree(model("llama-tied"), folder, dirs_exist_ok=True, ignore=lambda *_: ["model.safetensors"])
+    assert convert(there, folder, tmp_path / "run").code == 0
+    assert convert(there, model("llama-tied"), tmp_path / "same").code == 0
+    assert convert("diff", tmp_path / "run", tmp_path / "same").code == 0
+    assert convert(back, tmp_path / "run", tmp_path / "out").code == 0
+    assert files(tmp_path / "out") == files(model("llama-tied"))
+
+
+@pytest.mark.parametrize("kind", UNTABLED)
+def test_the_head_is_the_embedding_in_memory_without_a_table(convert, tmp_path, kind):
+    """Its files keep their names; in memory a tensor has the name of the embedding and that of the head."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **UNTABLED[kind]))
+    folder = tmp_path / "hf"
+    made.eval().save_pretrained(folder)
+    save_model(made, str(folder / "model.safetensors"), {"format": "pt"})
+    assert convert("hf2fsdp", folder, tmp_path / "fsdp").code == 0
+    tied = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    dcp.load({"model": tied.state_dict()}, checkpoint_id=tmp_path / "fsdp", no_dist=True)
+    assert torch.equal(logits(tied), logits(made))
+    assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "out", "--config", folder).code == 0
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(made))
+
+
+@pytest.mark.parametrize("named", ["neither", "not tied"])
+def test_what_is_still_missing(model, convert, tmp_path, named):
+    folder = shutil.copytree(model("llama-tied"), tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    if named == "not tied":
+        tensors["lm_head.weight"] = embedding
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    ran = convert("hf2hf", folder, tmp_path / "out")
+    assert (ran.code, "1 tensor is missing: model.embed_tokens.weight" in ran.err) == (3, True), ran.err

@@ -39,9 +39,9 @@ FIRST_RELEASE, LATER = "release 0.3.1", "releases from 0.4.0 on"
 INSIDE, FROM = "config_dict", ".from_dict"
 """The key under which a field that is a Hugging Face config holds the config's keys."""
 TOWER, TEXT = "vision_config", "hf_text_config"
+"""Fields that are Hugging Face configs. The second is used for the rotary embedding only, in 0.3.1."""
 OF_MODEL = "the config of its model"
 """What errors call a config that is a config.json, or made of the fields (`whole_config.py`)."""
-"""Fields that are Hugging Face configs. The second is used for the rotary embedding only, in 0.3.1."""
 BASE = 1e4
 """The base of the rotary embedding of a tower: transformers 4.57.3, and Megatron-Bridge in code."""
 ROTARY = ("rope_theta", "head_dim", "hidden_size", "num_attention_heads")

@@ -128,7 +128,7 @@ def plan_megatron(
         optimizer: the optimizer state that is written beside the weights, for a training that is resumed.
         args: arguments of a training that is resumed from another framework.
     """
-    from formats.huggingface.language_model import WHOLES
+    from formats.huggingface.language_model import has_class
     from formats.megatron import lacking, megatron_llm
     from formats.megatron.args import flags, providers
     from formats.megatron.args.options import DIST, FSDP_DTENSOR
@@ -142,7 +142,7 @@ def plan_megatron(
         family, why = source.spec.family, lacking.REASONS.get(source.spec.family, source.spec.why)
         why += f"; {LACKING[family].why}" if family in LACKING and options.trainer else ""
         ways = [f"{providers.BRIDGE} writes it for Megatron-Bridge"] * (family in VISIONS)
-        ways += ["--only text makes its language model alone"] * (family in WHOLES)
+        ways += ["--only text makes its language model alone"] * has_class(family)
         raise UnsupportedError(
             f"{source.root} has no Megatron layout: {why}", ", ".join([*ways, "see `convert formats`"])
         )
@@ -160,7 +160,7 @@ def plan_megatron(
     if options.dialect == DIST:
         from formats.megatron.torch_dist import write
 
-        remarks = providers.remarks(spec)
+        remarks = providers.remarks(spec, options.version)
     elif options.dialect == FSDP_DTENSOR:
         from formats.megatron.fsdp_dtensor import notes as notes_of
         from formats.megatron.fsdp_dtensor import write

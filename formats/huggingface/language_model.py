@@ -145,6 +145,13 @@ class Selection(NamedTuple):
         return {new: tensors[old] for new, old in self.names.items()}
 
 
+def has_class(kind: str) -> bool:
+    """Whether transformers has a class for the language model alone of a type of whole models."""
+    text = WHOLES.get(kind, "")
+    text = SAME[text].family if text in SAME else text
+    return text in CLASSES or find_family({"model_type": text, "architectures": []}) is not None
+
+
 def select(config: dict[str, Any], keys: Iterable[str], settings: Settings, where: str) -> Selection:
     """The part of a checkpoint that is read: with `settings.only` the language model of a multimodal model, else all.
 

@@ -373,7 +373,7 @@ def topology_of(spec: ModelSpec, options: Options, trainer: str | None = None) -
         UnsupportedError: the family has no layout of Megatron.
         RefusedError: megatron-core has no such topology.
     """
-    provider = providers.of_spec(spec, trainer)
+    provider = providers.of_spec(spec, trainer, options.version)
     if options.dialect == megatron_llm.NAME:
         megatron_llm.check_spec(spec)
         megatron_llm.check_topology(spec, options.tp, options.pipeline)

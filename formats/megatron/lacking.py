@@ -10,11 +10,15 @@ from collections.abc import Mapping
 
 TOWER = "megatron-core has no tower of images"
 LAYERS = "megatron-core has one number of heads and one size of them for all layers, and this model two"
+STEP = (
+    "megatron-core has one number of heads, one rotary base, one rotated part of a head and one clamp for all layers, "
+    "and this model several; nor has it a gate of whole heads, or a clamp behind the activation"
+)
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(("gemma3", "glm4v_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), TOWER),
     "gemma4": f"{LAYERS}; nor has it embeddings for each layer, or keys and values that layers share",
     "gemma4_unified": f"{LAYERS}; nor has it keys and values that layers share",
     "minimax_m3_vl": "megatron-core has no attention to blocks of keys that an indexer chooses",
-    **dict.fromkeys(("step3p5", "step3p7"), f"{LAYERS}; nor has it a clamp for each layer"),
+    **dict.fromkeys(("step3p5", "step3p7"), STEP),
 }
 """The reason by model type."""

@@ -311,7 +311,7 @@ def write(
     Arguments are those of `classic.write`; with `model`, a vision-language model, they describe its language model.
     """
     dtypes = model.dtypes(dtypes) if model else dtypes
-    provider = providers.of_spec(spec, options.trainer)
+    provider = providers.of_spec(spec, options.trainer, options.version)
     if model is None:
         providers.require_tower(provider, spec)
     options = replace(options, norm="te", experts=None) if provider or model else options

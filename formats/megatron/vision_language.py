@@ -24,7 +24,7 @@ from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, ORIGINAL, Slot
 from formats.layout.table import CENTRED, Rule
-from formats.megatron.args import providers, visions, whole_config
+from formats.megatron.args import visions, whole_config
 from formats.megatron.args.vision import HEAD, PREFIX, TEXT, Vision
 from formats.megatron.chained_optimizer import CHAINED
 from formats.model import untabled
@@ -69,7 +69,7 @@ class VisionLanguageModel:
         only = f"these files are for Megatron-Bridge's {self.vision.name} alone: megatron-core has no tower"
         deviations = self.vision.deviations(accept, f"Megatron-Bridge's {self.vision.name}")
         releases = (f"they are for its {self.vision.releases}",) if self.vision.releases else ()
-        return (only, *(releases or providers.of_release(self.text)), *deviations)
+        return (only, *releases, *deviations)
 
     def padded(self, tp: int, first: int) -> int:
         """Return the rows of the embedding, which has no padding. Args and errors are those of `Vision.require`."""
@@ -302,8 +302,8 @@ def join(
 
     Raises:
         SourceError: a tensor is of no part of the model, or there is no config.
-        RefusedError: the class deviates from transformers, which the user has not accepted, or the user sets what
-            the config does not say.
+        RefusedError: the class deviates from transformers, which the user has not accepted, or it computes no such
+            model, or the user sets what the config does not say.
     """
     if settings.only:
         return replace(text, left=tuple(tower))
@@ -315,6 +315,7 @@ def join(
         )
     assert isinstance(text.spec, ModelSpec)
     _require_settings_of(config, place, text, settings)
+    vision.require_limit(text.spec, config)
     shapes, homes = dict[str, Shape](), dict[tuple[str, int | None], list[tuple[str, Leaf]]]()
     slots = [
         slot

@@ -20,28 +20,37 @@ REAL = Path(__file__).with_name("bridge") / "gemma3"
 ITERATION = "iter_0000005"
 BRIDGE = ("--format", "torch_dist", "--for", "bridge")
 ACCEPT = ("--accept", "post_layernorm_epsilon")
+FIRST = ("--megatron-version", "0.16")
+"""For Megatron-Bridge 0.3.1, which runs with no later megatron-core."""
+RUNS: dict[str, tuple[str, ...]] = {"gemma3": FIRST, "gemma3_0.6": ()}
+"""Runs of 0.3.1 and 0.6.2, and the options that write such a one."""
 
 
-def difference(folder: Path, **changes: Any) -> float:
+def difference(folder: Path, golden: Path = REAL, **changes: Any) -> float:
     """How far the logits of transformers are from those of Bridge's modules, with a changed config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = json.loads((folder / "config.json").read_text()) | changes
-    golden = np.load(REAL / "golden.npz")
+    bridge = np.load(golden / "golden.npz")
     known = AutoConfig.for_model(**config)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, config=known, dtype=torch.float32)
-        logits = model(torch.tensor(golden["ids"])).logits.numpy()
-    return float(np.abs(logits - golden["logits"]).max())
+        logits = model(torch.tensor(bridge["ids"])).logits.numpy()
+    return float(np.abs(logits - bridge["logits"]).max())
+
+
+def read(convert: Any, run: Path, folder: Path) -> Path:
+    """The Hugging Face folder that is read of a run of Bridge, without a config."""
+    ran = convert("megatron2hf", run, folder)
+    assert ran.code == 0, ran.err
+    return folder
 
 
 @pytest.fixture
 def base(convert, tmp_path) -> Path:
     """The Hugging Face folder that is read of Bridge's run, without a config."""
-    ran = convert("megatron2hf", REAL, tmp_path / "base")
-    assert ran.code == 0, ran.err
-    return tmp_path / "base"
+    return read(convert, REAL, tmp_path / "base")
 
 
 def fields_of(run: Path) -> dict[str, Any]:
@@ -61,7 +70,7 @@ def with_fields(at: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 WRONG = {
     "the window of Bridge's own import": {"sliding_window": 9},
     "a window one token shorter": {"sliding_window": 7},
-    "windows in other layers": {"layer_types": ["full_attention"] + ["sliding_attention"] * 5},
+    "windows in other layers": {"layer_types": None, "sliding_window_pattern": 2},
     "no scaling": {"rope_scaling": None},
     "a base for all": {"rope_local_base_freq": 200000.0},
     "another epsilon": {"rms_norm_eps": 1e-6},
@@ -70,30 +79,35 @@ WRONG = {
 }
 
 
-def test_its_logits(base):
+@pytest.mark.parametrize("name", RUNS)
+def test_its_logits(convert, tmp_path, name):
     """What Bridge's modules compute, transformers does of what is read; and each setting shows in the logits."""
-    assert difference(base) < 1e-5
+    run = REAL.with_name(name)
+    base = read(convert, run, tmp_path / "base")
+    assert difference(base, run) < 1e-5
     for why, changes in WRONG.items():
-        assert difference(base, **changes) > 2e-5, why
+        assert difference(base, run, **changes) > 2e-5, why
 
 
-@pytest.mark.parametrize("topology", [(), ("--tp", 2), ("--pp", 2), ("--tp", 2, "--pp", 3), ("--archive",)])
-def test_what_it_loads(convert, base, tmp_path, topology):
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("topology", [(), ("--tp", 2), ("--pp", 2), ("--tp", 2, "--pp", 2), ("--archive",)])
+def test_what_it_loads(convert, tmp_path, name, topology):
     """Every tensor that Bridge saves, and every state that it asks for; the fields as it has written them.
 
     Its modules loaded these files with strict="raise_all" (tests/golden/bridge/README.md).
     """
-    run = tmp_path / "run"
-    ran = convert("hf2megatron", base, run, *BRIDGE, *topology)
+    real, run = REAL.with_name(name), tmp_path / "run"
+    base = read(convert, real, tmp_path / "base")
+    ran = convert("hf2megatron", base, run, *BRIDGE, *RUNS[name], *topology)
     assert ran.code == 0, ran.err
     assert "for Megatron-Bridge's Gemma3ModelProvider alone" in ran.err
+    assert f"for its {'release 0.3.1' if RUNS[name] else 'releases from 0.4.0 on'}" in ran.err
     assert "Megatron-Bridge with checkpoint.pretrained_checkpoint=" in ran.out
-    ours, theirs = contents(run / "iter_0000000"), contents(REAL / ITERATION)
-    older = {name for name in ours if ".core_attention._extra_state/" in name}  # of megatron-core up to 0.14
-    assert len(older) == 6
-    assert ours.keys() - older == theirs.keys()
+    ours, theirs = contents(run / "iter_0000000"), contents(real / ITERATION)
+    theirs = {key: tensor for key, tensor in theirs.items() if not key.startswith("common_state")}
+    assert all("_extra_state" in key for key in ours.keys() - theirs.keys())
     assert all(tensor is None or np.array_equal(tensor, ours[key]) for key, tensor in theirs.items())
-    written, known = fields_of(run), fields_of(REAL)
+    written, known = fields_of(run), fields_of(real)
     sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
     assert {name for name in written if written[name] != known[name]} <= sizes
     assert not (run / "megatron_flags.txt").exists()  # nobody else computes it
@@ -106,10 +120,11 @@ def test_what_it_loads(convert, base, tmp_path, topology):
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3-untied"])
 @pytest.mark.parametrize("changes", [{}, {"layer_types": ["full_attention"] * 4, "sliding_window": None}])
-def test_there_and_back(convert, model, tmp_path, name, changes):
+@pytest.mark.parametrize("options", RUNS.values())
+def test_there_and_back(convert, model, tmp_path, name, changes, options):
     """With windows by turns, in all layers and in none, tied and untied; the config that travels says it as before."""
     source, run = model(name, "bfloat16", rms_norm_eps=1e-5, vocab_size=64, **changes), tmp_path / "run"
-    assert convert("hf2megatron", source, run, *BRIDGE, "--tp", 2, "--pp", 2).code == 0
+    assert convert("hf2megatron", source, run, *BRIDGE, *options, "--tp", 2, "--pp", 2).code == 0
     for number, words in enumerate(((), ("--config", source))):
         out = tmp_path / f"out{number}"
         ran = convert("megatron2hf", run, out, *words)
@@ -250,8 +265,23 @@ def test_a_window_of_a_later_release(convert, base, tmp_path):
     """From 0.4.0 on Bridge takes one off the field itself: a file of such a release has fields that 0.3.1 has not."""
     later = dict.fromkeys(("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_mscale"))
     run = with_fields(tmp_path / "run", lambda model: model.update(later))
-    refused(convert("megatron2hf", run, tmp_path / "no"), 4, "from 0.4.0 on", "window_size", "export_ckpt")
-    assert "release 0.3.1: from 0.4.0 on" in convert("hf2megatron", base, tmp_path / "out", *BRIDGE).err
+    window = fields_of(REAL)["window_size"]
+    for number, (folder, tokens) in enumerate(((run, window), (REAL, window + 1))):
+        out = read(convert, folder, tmp_path / str(number))
+        assert json.loads((out / "config.json").read_text())["sliding_window"] == tokens
+    for options, field in (((), window + 1), (FIRST, window)):
+        out = tmp_path / f"run{field}"
+        assert convert("hf2megatron", base, out, *BRIDGE, *options).code == 0
+        assert fields_of(out)["window_size"] == field
+    refused(
+        convert(
+            "megatron2hf",
+            with_fields(tmp_path / "none", lambda model: model.update(later, window_size=0)),
+            tmp_path / "no",
+        ),
+        4,
+        "window_size = 0 is no number",
+    )
 
 
 def test_a_config_that_says_another_window(convert, base, tmp_path):

@@ -154,6 +154,8 @@ def test_its_language_model_alone(convert, tmp_path, base):
     assert {key: text[key] for key in alone} == alone
     ran = convert("hf2megatron", tmp_path / "alone", tmp_path / "no", *BRIDGE)
     refused(ran, 4, f"{CLASS} builds a ministral3 with a tower alone", "a mistral3")
+    ran = convert("hf2megatron", tmp_path / "alone", tmp_path / "no", *BRIDGE, *FIRST)
+    refused(ran, 4, "Megatron-Bridge's release 0.3.1 does not compute it")
     for options in ((), ("--format", "torch_dist")):
         ran = convert("hf2megatron", base, tmp_path / "no", *options)
         refused(ran, 4, "has no Megatron layout", " ".join(BRIDGE))

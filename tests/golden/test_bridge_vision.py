@@ -267,9 +267,32 @@ def test_other_models_of_images(convert, tmp_path):
     refused(convert("hf2megatron", path.parent, tmp_path / "no", *BRIDGE), 4, "the sizes of its tower in code")
 
 
+def test_a_step_3_7(convert, tmp_path):
+    """Which parts megatron-core lacks, and what Bridge makes of them; no class of transformers has its text alone."""
+    import torch
+    from transformers import Step3p7Config, Step3p7ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "n_routed_experts": 4, "sliding_window": 4}
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "share_expert_dim": 16}
+    tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    config = Step3p7Config(text_config=sizes, vision_config=tower, image_token_id=60)
+    source = save(Step3p7ForConditionalGeneration(config), tmp_path / "step")
+    lacks = ("one number of heads, one rotary base, one rotated part of a head", "a gate of whole heads")
+    ran = convert("hf2megatron", source, tmp_path / "no")
+    refused(ran, 4, "has no Megatron layout", *lacks)
+    assert "--only text" not in ran.err
+    ran = convert("hf2megatron", source, tmp_path / "no", *BRIDGE)
+    refused(ran, 4, *lacks, "turn whole heads with the base of the first")
+    assert "--only text" not in ran.err
+
+
 @pytest.mark.parametrize(
     ("target", "why"),
     [
+        ("stepfun.step37_provider.Step37ModelProvider", "turn whole heads with the base of the first"),
+        ("stepfun.step35_provider.Step35ModelProvider", "turn whole heads with the base of the first"),
         ("kimi_vl.kimi_k25_vl_provider.KimiK25VLModelProvider", "from its repository"),
         ("nemotron_vl.nemotron_vl_provider.NemotronNano12Bv2VLModelProvider", "the sizes of its tower in code"),
     ],

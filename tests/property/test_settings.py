@@ -34,7 +34,8 @@ from formats.huggingface.rope import PARTIAL, SCALING
 from formats.megatron import megatron_llm
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.options import CORE, Options, namespace
-from formats.megatron.args.providers import PROVIDERS, of_args, of_spec
+from formats.megatron.args.providers import EARLIER, PROVIDERS, of_args, of_spec
+from formats.megatron.args.releases import CORE_OF_FIRST
 from formats.megatron.classic import topology_of
 from formats.model.accepted import EPSILON
 from formats.model.spec import ModelSpec
@@ -76,9 +77,12 @@ def write_neox(spec: ModelSpec) -> Spoken:
     return {"config": yaml.safe_load(yml), "ffn": spec.ffn, "vocab": spec.vocab, "biases": biases}
 
 
-def write_bridge(spec: ModelSpec) -> Spoken:
-    """The fields of a class of Megatron-Bridge, where megatron-core does not compute the model."""
-    provider = of_spec(spec, "bridge")
+def write_bridge(spec: ModelSpec, version: str | None) -> Spoken:
+    """The fields of a class of Megatron-Bridge, where megatron-core does not compute the model.
+
+    `version` is that of the megatron-core with which it runs; None for that of the newest release.
+    """
+    provider = of_spec(spec, "bridge", version)
     if provider is None:
         raise UnsupportedError("a GPTModel does")
     return provider.fields_of(spec, (EPSILON,))
@@ -125,9 +129,15 @@ FORMATS = {
         examples=60,
     ),
     "megatron_bridge": Format(
-        write_bridge,
+        lambda spec: write_bridge(spec, None),
         read_bridge,
         lambda family: family.name in PROVIDERS,
+        examples=100,
+    ),
+    "megatron_bridge, 0.3.1": Format(
+        lambda spec: write_bridge(spec, CORE_OF_FIRST),
+        read_bridge,
+        lambda family: family.name in EARLIER,
         examples=100,
     ),
     "neox": Format(

@@ -1,45 +1,46 @@
 """Gemma 3 (text) in Megatron-Bridge: its Gemma3ModelProvider, with norms, windows and rotary bases of its own.
 
-    window_size               the number of tokens to its left that a token sees: one less than transformers counts
+    window_size               the number of tokens that a token sees, itself included, as transformers counts them; in
+                              0.3.1 those to its left alone, one less
     interleaved_attn_pattern  (local, global): of each local + global layers the last has no window
     rotary_base               (local, global); `rope_scaling_factor` divides the frequencies of the global base alone
     softmax_scale             the root of 1 / query_pre_attn_scalar
 
 The weights of all norms are stored minus 1, as in Hugging Face's files. The class ignores `qk_layernorm` (queries and
 keys have norms), `rotary_percent` (all of a head rotates) and `rope_scaling`, and the norms that it adds have the
-epsilon of megatron-core's TENorm. Bridge's own import from Hugging Face writes a `window_size` that is one too large.
+epsilon of megatron-core's TENorm. The import of 0.3.1 from Hugging Face writes a `window_size` that is one too large.
 
-Facts: Megatron-Bridge 0.3.1 models/gemma/gemma3_provider.py and gemma3_bridge.py (the epsilon is in its main of 2026
-too, models/common/te_layers.py; the window is right from 0.4.0 on); megatron-core 0.16.1
-extensions/transformer_engine.py (`TENorm`: eps = 1e-5; `TEDotProductAttention` passes window_size on); Transformer
-Engine's documentation of DotProductAttention: a query at i attends to the keys from i - window_size[0] to
-i + window_size[1], both included. Bridge's own files are in tests/golden/bridge/gemma3.
+Facts: Megatron-Bridge 0.3.1 to 0.6.2 models/gemma/gemma3_provider.py and gemma3_bridge.py (the epsilon is in
+models/common/te_layers.py of 0.6.2 too; `Gemma3TEDotProductAttention` takes one off the window from 0.4.0 on);
+megatron-core 0.16.1 extensions/transformer_engine.py (`TENorm`: eps = 1e-5; `TEDotProductAttention` passes window_size
+on); Transformer Engine's documentation of DotProductAttention: a query at i attends to the keys from i - window_size[0]
+to i + window_size[1], both included. Bridge's own files are in tests/golden/bridge/gemma3 and gemma3_0.6.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from formats.errors import short
 from formats.megatron.args.layers import FULL, SLIDING
 from formats.megatron.args.mlp import GELU
 from formats.megatron.args.provider import Provider, refusal, unsupported_field
+from formats.megatron.args.releases import FIRST_RELEASE, LATER
 from formats.megatron.args.rope import plain, write_base
-from formats.megatron.args.vision import FIRST_RELEASE
 from formats.model.accepted import EPSILON as DEVIATION
-from formats.model.codec import Codec, Context, Maker, choice, default, fixed, rows, single
+from formats.model.codec import Codec, Context, Maker, Row, choice, default, fixed, rows, single
 from formats.model.values import LARGEST, positive_float, positive_int, some_layers
 
 MODULE = "megatron.bridge.models.gemma.gemma3_provider"
 EPSILON = 1e-5
 """The epsilon of the norms that the provider adds."""
-LATER = "from 0.4.0 on Megatron-Bridge takes one off window_size itself"
 MARKS = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
-"""Fields of its GPTModelProvider from 0.4.0 on (read up to 0.6.0: models/gpt_provider.py, gemma/gemma3_provider.py)."""
+"""Fields of GPTModelProvider from 0.4.0 on (0.3.1 to 0.6.2, models/gpt_provider.py)."""
 PATCH = (
-    "in models/gemma/gemma3_provider.py, class TERowParallelLinearLayerNorm: "
+    "in class TERowParallelLinearLayerNorm (models/common/te_layers.py, up to 0.5 models/gemma/gemma3_provider.py): "
     "self.post_layernorm = TENorm(config, output_size, config.layernorm_epsilon)"
 )
 TURNS = 6
@@ -62,7 +63,7 @@ tied                           share_embeddings_and_output_weights
 rope_theta                     rotary_base                      second of pair
 rope_local_base_freq           rotary_base                      first of pair
 rope_scaling                   rope_scaling_factor              linear factor
-sliding_window                 window_size                      left window
+sliding_window                 window_size                      window
 layer_types                    interleaved_attn_pattern         local and global
 sliding_window_pattern         interleaved_attn_pattern         local and global, by step
 query_pre_attn_scalar          softmax_scale                    inverse square root
@@ -84,6 +85,8 @@ use_bidirectional_attention    -                                must be false
 -                              window_attn_skip_freq            = null
 -                              seq_len_interpolation_factor     = null
 """
+MARKED = "".join(f"-  {name}  = null\n" for name in MARKS)
+"""The rows of fields that 0.3.1 has not."""
 
 
 def _is_number(value: Any) -> bool:
@@ -120,12 +123,17 @@ def _write_factor(value: Mapping[str, Any] | None, context: Context) -> float:
     return float(factor)
 
 
-def _read_window(spelled: Any, context: Context) -> int | None:
-    if spelled is None:  # no layer has a window
-        return None
-    if type(spelled) is not int or spelled < 0:
-        raise unsupported_field(context.where, f"window_size = {short(spelled)} is no number of tokens")
-    return spelled + 1
+def _window(uncounted: int) -> Maker:
+    """A codec of the tokens that a token sees, of which the field does not count so many."""
+
+    def read(spelled: Any, context: Context) -> int | None:
+        if spelled is None:  # no layer has a window
+            return None
+        if type(spelled) is not int or spelled + uncounted < 1:
+            raise unsupported_field(context.where, f"window_size = {short(spelled)} is no number of tokens")
+        return spelled + uncounted
+
+    return single(read, lambda tokens, _: None if tokens is None else tokens - uncounted)
 
 
 def _kinds(full_each: int, layers: int) -> list[str]:
@@ -219,18 +227,17 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 }
 """The defaults of the classes of the released sizes that differ from `DEFAULTS`."""
 
-PROVIDER = Provider(
-    family="gemma3_text",
-    target=f"{MODULE}.Gemma3ModelProvider",
-    table=rows(
-        TEXT,
+
+def _table(text: str, window: Maker) -> tuple[Row, ...]:
+    return rows(
+        text,
         {
             "positive number": single(lambda epsilon, context: positive_float(epsilon, "norm_epsilon", context.where)),
             "default 4 hidden": default(_default_ffn),
             "second of pair": _base(1),
             "first of pair": _base(0),
             "linear factor": single(_read_factor, _write_factor),
-            "left window": single(_read_window, lambda tokens, _: None if tokens is None else tokens - 1),
+            "window": window,
             "local and global": single(_read_turns, _write_turns),
             "local and global, by step": single(lambda *_: None, _write_turns),
             "inverse square root": single(_read_root, _write_root),
@@ -239,13 +246,20 @@ PROVIDER = Provider(
             "must be false": _without("it sees what is before a token alone", False, None),
             "layer spec": choice((SPEC, None)),
         },
-    ),
+    )
+
+
+PROVIDER = Provider(
+    family="gemma3_text",
+    target=f"{MODULE}.Gemma3ModelProvider",
+    table=_table(TEXT + MARKED, _window(0)),
     defaults=DEFAULTS,
-    releases=f"{FIRST_RELEASE}: {LATER}",
+    releases=LATER,
     sizes={f"Gemma3ModelProvider{size}": fields for size, fields in SIZES.items()},
     epsilon=EPSILON,
     accept=DEVIATION,
     patch=PATCH,
-    later=LATER,
     marks=MARKS,
 )
+FIRST = replace(PROVIDER, table=_table(TEXT, _window(1)), releases=FIRST_RELEASE, marks=())
+"""The class in 0.3.1."""

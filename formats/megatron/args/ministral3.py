@@ -21,8 +21,9 @@ from typing import Any
 
 from formats.errors import short
 from formats.megatron.args.provider import Provider, refusal, unsupported_field
+from formats.megatron.args.releases import LATER
 from formats.megatron.args.rope import YARN, plain, read_yarn, write_base, yarn
-from formats.megatron.args.vision import LATER, config_in
+from formats.megatron.args.vision import config_in
 from formats.model.codec import Codec, Context, Maker, Spelled, choice, rows, single
 from formats.model.values import positive_float
 

@@ -33,15 +33,15 @@ class Provider:
         target: the name of the class, with its module.
         table: the fields of the class and the settings that they spell.
         defaults: the values of fields that a file does not have.
-        releases: the releases of Megatron-Bridge that compute the model as it is written, and why not others.
+        releases: the releases of Megatron-Bridge that compute the model as it is written.
         sizes: classes derived from this one, by name without module: their defaults, in which alone they differ.
         tower: the `model_type` of the whole models whose language model the class builds, never without a tower; empty
             if it builds the model alone.
         epsilon: the epsilon of the norms that do not get `layernorm_epsilon`; None if all norms get it.
         accept: the name with which `--accept` accepts that epsilon.
         patch: the line that gives `layernorm_epsilon` to those norms.
-        later: what later releases than the one known here compute otherwise.
-        marks: fields that these alone have.
+        marks: fields of which a file of these releases has one or more, and no file of earlier ones; empty if there
+            are no earlier ones, or none is known.
     """
 
     family: str
@@ -54,7 +54,6 @@ class Provider:
     epsilon: float | None = None
     accept: str = ""
     patch: str = ""
-    later: str = ""
     marks: Collection[str] = ()
 
     @property
@@ -63,7 +62,12 @@ class Provider:
         return frozenset(name for row in self.table for names in row.keys for name in names)
 
     def with_defaults(self, fields_of_file: Fields) -> dict[str, Any] | None:
-        """The fields of a file, completed with the defaults of their class; None if the file names another class."""
+        """The fields of a file, completed with the defaults of their class.
+
+        None if the file names another class, or an earlier release wrote it.
+        """
+        if self.marks and fields_of_file.keys().isdisjoint(self.marks):
+            return None
         module, _, kind = str(fields_of_file.get(TARGET)).rpartition(".")
         own, _, first = self.target.rpartition(".")
         known = {first: {}, **self.sizes}
@@ -83,14 +87,9 @@ class Provider:
 
         Raises:
             SourceError: a setting is missing.
-            UnsupportedError: the model computes something that has no layout here, or a later release wrote the file.
+            UnsupportedError: the model computes something that has no layout here.
             RefusedError: fields and config contradict each other, or the norms of the model have several epsilons.
         """
-        if not args.keys().isdisjoint(self.marks):
-            raise UnsupportedError(
-                f"{where}: {self.later}, and fields say that such a release wrote it",
-                "export it with its own AutoBridge.export_ckpt",
-            )
         others = {name: value for name, value in args.items() if name not in {*self.names, TARGET}}
         notes = fields.require_understood(others, where, accept=accept)
         values = read(self.table, args, (), where, known={"family": self.family})

@@ -15,12 +15,14 @@ from formats.errors import UnsupportedError
 from formats.families import family_named
 from formats.megatron.args import gemma3, ministral3
 from formats.megatron.args.provider import TARGET, Provider
+from formats.megatron.args.releases import FIRST_RELEASE, NEWEST, is_first
 from formats.model.spec import ModelSpec
 
-NEWEST = "0.6.2"
-"""The newest release of Megatron-Bridge that is known here."""
 PROVIDERS: Mapping[str, Provider] = {provider.family: provider for provider in (gemma3.PROVIDER, ministral3.PROVIDER)}
-"""The class that computes the models of a family, by family."""
+"""The class that computes the models of a family, in the newest release, by family."""
+EARLIER: Mapping[str, Provider] = {"gemma3_text": gemma3.FIRST}
+"""The class in Megatron-Bridge 0.3.1; those of all other families are of later releases alone."""
+ALL = (*PROVIDERS.values(), *EARLIER.values())
 OPPOSITE = (
     "Megatron-Bridge's Gemma2ModelProvider has its windows in the second layer and every other one after it, and "
     "transformers in the first"
@@ -34,7 +36,7 @@ WAY = f"{BRIDGE} writes it for Megatron-Bridge, whose {{}} computes it"
 
 
 def of_fields(fields: Mapping[str, Any], where: str) -> tuple[Provider, dict[str, Any]] | None:
-    """The class that a file names, and its fields with their defaults; None if it is not one of `PROVIDERS`.
+    """The class that a file names, and its fields with their defaults; None if it is not one of `ALL`.
 
     Raises:
         UnsupportedError: transformers computes something else than the class.
@@ -42,34 +44,44 @@ def of_fields(fields: Mapping[str, Any], where: str) -> tuple[Provider, dict[str
     for kind, why in FAULTY.items():
         if re.fullmatch(kind, str(fields.get(TARGET))):
             raise UnsupportedError(f"{where}: {why}")
-    given = ((provider, provider.with_defaults(fields)) for provider in PROVIDERS.values())
+    given = ((provider, provider.with_defaults(fields)) for provider in ALL)
     return next(((provider, known) for provider, known in given if known is not None), None)
 
 
 def of_args(args: Mapping[str, Any]) -> Provider | None:
-    """The class that args name; None if it is not one of `PROVIDERS`."""
-    return next((provider for provider in PROVIDERS.values() if provider.with_defaults(args) is not None), None)
+    """The class that args name; None if it is not one of `ALL`."""
+    return next((provider for provider in ALL if provider.with_defaults(args) is not None), None)
 
 
-def of_spec(spec: ModelSpec, trainer: str | None) -> Provider | None:
+def _of(family: str, version: str | None) -> Provider | None:
+    """The class of a family in the release that runs with a megatron-core; None for that of the newest release."""
+    return (EARLIER if is_first(version) else PROVIDERS).get(family)
+
+
+def of_spec(spec: ModelSpec, trainer: str | None, version: str | None) -> Provider | None:
     """The class that is to compute a model; None if megatron-core computes it.
 
     Args:
         spec: the model.
         trainer: `bridge` if the files are for Megatron-Bridge.
+        version: the megatron-core with which it runs; None for that of the newest release.
 
     Raises:
         UnsupportedError: neither megatron-core nor a class computes the model, or only a class of Megatron-Bridge does
             and the files are not for Bridge.
     """
-    reason, provider = family_named(spec.family).only_here, PROVIDERS.get(spec.family)
+    reason, provider = family_named(spec.family).only_here, _of(spec.family, version)
     if not reason:
         return None
     if provider and trainer:
         return provider
     why = f"a {spec.family} has no Megatron layout: {reason}"
     if trainer:
-        none = f"no release of Megatron-Bridge known here (up to {NEWEST}) computes it"
+        none = (
+            f"Megatron-Bridge's {FIRST_RELEASE} does not compute it"
+            if is_first(version)
+            else f"no release of Megatron-Bridge known here (up to {NEWEST}) computes it"
+        )
         raise UnsupportedError(f"{why}; {LACKING.get(spec.family, none)}", "see `convert formats`")
     alone = provider is not None and not provider.tower
     raise UnsupportedError(why, WAY.format(_name(provider)) if provider and alone else "see `convert formats`")
@@ -105,19 +117,14 @@ def require_no_adapter(provider: Provider | None, where: str) -> None:
         )
 
 
-def remarks(spec: ModelSpec) -> tuple[str, ...]:
-    """Notes for the user on files that only a class of `PROVIDERS` computes."""
-    provider = PROVIDERS.get(spec.family)
+def remarks(spec: ModelSpec, version: str | None) -> tuple[str, ...]:
+    """Notes for the user on files that only a class of `ALL` computes; `version` is that of `of_spec`."""
+    provider = _of(spec.family, version)
     if not provider:
         return ()
     reason = family_named(spec.family).only_here
-    return (f"these files are for Megatron-Bridge's {_name(provider)} alone: {reason}", *of_release(spec))
-
-
-def of_release(spec: ModelSpec) -> tuple[str, ...]:
-    """For which release files for such a class are, and why not for others."""
-    provider = PROVIDERS.get(spec.family)
-    return (f"they are for its {provider.releases}",) if provider else ()
+    only = f"these files are for Megatron-Bridge's {_name(provider)} alone: {reason}"
+    return (only, f"they are for its {provider.releases}")
 
 
 def _name(provider: Provider) -> str:

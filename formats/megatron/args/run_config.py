@@ -194,7 +194,7 @@ def vision_of(config: RunConfig, names: Iterable[str]) -> tuple[Vision, Mapping[
         names: the names of the tensors.
     """
     whole = visions.of_fields(config.fields)
-    return None if whole is None else (visions.of_names(whole, names), config.fields)
+    return None if whole is None else (visions.of_run(whole, config.fields, names), config.fields)
 
 
 def require_rows(config: RunConfig, rows: int, settings: Mapping[str, Any]) -> None:

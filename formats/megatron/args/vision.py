@@ -34,8 +34,6 @@ GPT = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 PREFIX = "language_model."
 """The prefix of the names of the language model."""
 HEAD = "lm_head."
-FIRST_RELEASE, LATER = "release 0.3.1", "releases from 0.4.0 on"
-"""Releases of Megatron-Bridge."""
 INSIDE, FROM = "config_dict", ".from_dict"
 """The key under which a field that is a Hugging Face config holds the config's keys."""
 TOWER, TEXT = "vision_config", "hf_text_config"
@@ -146,6 +144,10 @@ class Vision:
         whole: the field that is the config of the whole, of which the language model is read too; empty if there is
             none.
         architecture: the class in transformers, where the fields hold all of the config (`whole_config.py`).
+        signs: prefixes of names that a run of these releases has, and none of earlier ones.
+        told: fields whose values tell these releases from earlier ones with the same names.
+        limit: why the class does not compute a model, from the language model's spec, the config of the tower and
+            that of the whole; empty if it does.
     """
 
     kind: str
@@ -167,6 +169,9 @@ class Vision:
     family: str | None = None
     whole: str = ""
     architecture: str = ""
+    signs: tuple[str, ...] = ()
+    told: Mapping[str, Any] = field(default_factory=dict)
+    limit: Callable[[ModelSpec, Config, Config], str] = field(default=lambda *_: "")
 
     @property
     def name(self) -> str:
@@ -242,8 +247,19 @@ class Vision:
             raise RefusedError(
                 f"{spec.vocab} tokens do not divide over tp = {tp}, and {self.name} pads none", "take another --tp"
             )
+        self.require_limit(spec, config)
         if TOWER in self.fields:
             self._require_tower(self.tower(config), tp, first)
+
+    def require_limit(self, spec: ModelSpec, config: Config) -> None:
+        """Refuse a model that the class computes otherwise than transformers, or not at all.
+
+        Raises:
+            RefusedError: it is such a model.
+        """
+        why = self.limit(spec, self.tower(config) if TOWER in self.fields else {}, config)
+        if why:
+            raise RefusedError(f"Megatron-Bridge's {self.name} {why}")
 
     def _require_tower(self, tower: Mapping[str, Any], tp: int, first: int) -> None:
         """Refuse a tower, by its config with its defaults, that the class cannot compute in a topology."""

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 from formats.errors import RefusedError
 from formats.megatron.args import gemma3, ministral3
 from formats.megatron.args.provider import TARGET
+from formats.megatron.args.releases import FIRST_RELEASE, LAST, LATER, is_first
 from formats.megatron.args.tower import Layers, Stack
-from formats.megatron.args.versions import FIRST, is_between
 from formats.megatron.args.vision import (
-    FIRST_RELEASE,
     HEAD,
-    LATER,
     TEXT,
     TOWER,
     Config,
@@ -31,6 +29,8 @@ from formats.megatron.args.vision import (
     tower_of,
 )
 from formats.model.accepted import IMAGES, MERGER
+from formats.model.spec import ModelSpec
+from formats.model.values import positive_int
 
 TOKENS = {
     "image_token_id": key_of("image_token_id", 151655),
@@ -114,6 +114,7 @@ def _qwen3(kind: str, name: str, target: str) -> Vision:
         releases=LATER,
         layers=_layers(Stack(MERGERS, _deepstack, MERGER_PARTS)),
         deviation=GELU,
+        signs=(CORE,),
     )
 
 
@@ -127,6 +128,7 @@ def _earlier(vision: Vision, name: str) -> Vision:
         releases=FIRST_RELEASE,
         layers=None,
         deviation=None,
+        signs=(),
     )
 
 
@@ -177,6 +179,23 @@ def _projector(config: Config) -> dict[str, Any]:
     }
 
 
+def _gemma3_limit(spec: ModelSpec, tower: Config, config: Config) -> str:
+    """What the class of Gemma 3 computes otherwise than transformers, or lacks; empty if nothing.
+
+    Facts: Megatron-Bridge 0.6.2 models/gemma_vl/modeling_gemma3_vl.py (`_compute_attention_biases`; `vision_use_head`);
+    transformers 5.23.0 models/gemma3/modeling_gemma3.py, whose windows end to the left alone.
+    """
+    if tower["vision_use_head"]:
+        return "builds its tower without the head that vision_use_head asks for"
+    tokens = positive_int(config.get("mm_tokens_per_image", 256), "mm_tokens_per_image", "config.json")
+    if spec.sliding_window is None or tokens > spec.sliding_window:
+        return (
+            f"lets a token of an image see those of its image within the window, on both sides: {tokens} tokens "
+            f"of an image and a window of {spec.sliding_window} are beyond it"
+        )
+    return ""
+
+
 def _mistral3(config: Config) -> dict[str, Any]:
     """Return the config of a whole Mistral 3, in the form of transformers 5.3 to 5.12, with which Bridge runs."""
     text, ropes, tower = dict(config["text_config"]), ropes_of(config), dict(config.get(TOWER) or {})
@@ -189,6 +208,8 @@ def _mistral3(config: Config) -> dict[str, Any]:
     return inside("mistral3.configuration_mistral3.Mistral3Config", {**config, "text_config": text, TOWER: tower})
 
 
+SEES_IMAGES = "is_vision_language"
+"""The field of Gemma 3 by which the tokens of an image see all of it: true in models of images from 0.6 on."""
 GEMMA = "megatron.bridge.models.gemma_vl."
 PROJECTOR = "multi_modal_projector."
 VISIONS: Mapping[str, Vision] = {
@@ -232,8 +253,8 @@ VISIONS: Mapping[str, Vision] = {
             f"{GEMMA}gemma3_vl_provider.Gemma3VLModelProvider",
             {"model.": "language_model.model.", HEAD: f"language_model.{HEAD}"},
             {
-                "vision_tower.vision_model.": "vision_tower.vision_model.",
-                "vision_tower.": "vision_tower.vision_model.",  # as transformers 5 saves it
+                "vision_tower.vision_model.": "vision_tower.",
+                "vision_tower.": "vision_tower.",  # as transformers 5 saves it
                 f"{PROJECTOR}mm_input_projection_weight": f"{PROJECTOR}proj.weight",
                 f"{PROJECTOR}mm_soft_emb_norm.": f"{PROJECTOR}mm_soft_embed_norm.",
             },
@@ -242,19 +263,17 @@ VISIONS: Mapping[str, Vision] = {
                 "vision_projector_config": _projector,
                 "mm_tokens_per_image": key_of("mm_tokens_per_image", 256),
                 "image_token_id": key_of("image_token_index", 262144),
+                SEES_IMAGES: lambda _: True,
             },
             language=gemma3.PROVIDER.target,
             positions=None,
             lacks=(),
             transposed=frozenset({f"{PROJECTOR}mm_input_projection_weight"}),
             states=tuple(f"{PROJECTOR}{name}._extra_state/shard_0_1" for name in ("mm_soft_embed_norm", "proj")),
-            deviation=Deviation(
-                IMAGES,
-                "in Megatron-Bridge up to 0.5 the tokens of an image see only those before them, in transformers all "
-                "of their image",
-                "for a training of text, or to go on as the run does",
-            ),
-            releases=f"{FIRST_RELEASE}: {gemma3.LATER}, and from 0.5.0 on its tower has other names",
+            releases=LAST,
+            signs=("vision_tower.embeddings.",),
+            told={SEES_IMAGES: True},
+            limit=_gemma3_limit,
         ),
         Vision(
             "mistral3",
@@ -273,19 +292,57 @@ VISIONS: Mapping[str, Vision] = {
     )
 }
 """`model_type`: the class of Megatron-Bridge, in the newest release that is known here."""
-EARLIER: Mapping[str, Vision] = {
-    kind: _earlier(VISIONS[kind], name) for kind, name in (("qwen3_vl", "Qwen3VL"), ("qwen3_vl_moe", "Qwen3VLMoe"))
+
+
+def _causal(vision: Vision, **changes: Any) -> Vision:
+    """The class of Gemma 3 up to 0.5, in which an image sees what is before it.
+
+    Facts: Megatron-Bridge 0.3.1 to 0.5.1, the files of `_gemma3_limit`, and models/gemma/gemma3_provider.py.
+    """
+    return replace(
+        vision,
+        deviation=Deviation(
+            IMAGES,
+            "in Megatron-Bridge up to 0.5 the tokens of an image see only those before them, in transformers all of "
+            "their image",
+            "for a training of text, or to go on as the run does",
+        ),
+        told={},
+        limit=lambda *_: "",
+        **{"fields": {**vision.fields, SEES_IMAGES: lambda _: False}, **changes},
+    )
+
+
+def _without_head(config: Config) -> Any:
+    """The tower's config in files of 0.5, which leave out `vision_use_head`: it is false, whatever a config says."""
+    tower = {name: value for name, value in (config.get(TOWER) or {}).items() if name != "vision_use_head"}
+    return tower_of("siglip.configuration_siglip.SiglipVisionConfig")({TOWER: tower})
+
+
+def _earlier_gemma3(vision: Vision) -> tuple[Vision, ...]:
+    """The class of Gemma 3 in 0.5, and in 0.4 and 0.3.1, of which the first two are read alone.
+
+    Windows of 0.4 and 0.3.1 are told apart by `gemma3.MARKS`.
+    """
+    inner = "vision_tower.vision_model."
+    towers = {name: inner if name.startswith("vision_tower.") else own for name, own in vision.towers.items()}
+    fields = {**vision.fields, TOWER: _without_head, SEES_IMAGES: lambda _: False}
+    return _causal(vision, fields=fields), _causal(vision, towers=towers, releases=FIRST_RELEASE, signs=())
+
+
+EARLIER: Mapping[str, tuple[Vision, ...]] = {
+    "qwen3_vl": (_earlier(VISIONS["qwen3_vl"], "Qwen3VL"),),
+    "qwen3_vl_moe": (_earlier(VISIONS["qwen3_vl_moe"], "Qwen3VLMoe"),),
+    "gemma3": _earlier_gemma3(VISIONS["gemma3"]),
 }
-"""`model_type`: the class in Megatron-Bridge 0.3.1, where it is another one."""
-CORE_OF_EARLIER = "0.16"
-"""The newest megatron-core with which Megatron-Bridge 0.3.1 runs (its METADATA: `megatron-core<0.17.0`)."""
+"""`model_type`: the class in earlier releases, where it is another one, the newest first and that of 0.3.1 last."""
 
 
 class Lacking(NamedTuple):
-    """Models of images that Megatron-Bridge has, and that are neither written for it nor read.
+    """Models that Megatron-Bridge has, and that are neither written for it nor read.
 
     Attributes:
-        module: the module of its class.
+        module: the module of its class, or what the modules of its classes begin with.
         why: the reason.
     """
 
@@ -293,6 +350,11 @@ class Lacking(NamedTuple):
     why: str
 
 
+STEP = Lacking(
+    "megatron.bridge.models.stepfun.",
+    "Megatron-Bridge 0.6.2 leaves the rotary base of each layer to megatron-core, of which no release up to 0.19.2 has "
+    "one: all layers turn whole heads with the base of the first, and those without a window clamp as the last of them",
+)
 LACKING: Mapping[str, Lacking] = {
     "kimi_k25": Lacking(
         "megatron.bridge.models.kimi_vl.",
@@ -303,11 +365,15 @@ LACKING: Mapping[str, Lacking] = {
         "Megatron-Bridge's NemotronNano12Bv2VLModelProvider has the sizes of its tower in code, and transformers has "
         "no class of it",
     ),
+    "step3p5": STEP,
+    "step3p7": STEP,
 }
 """By `model_type`.
 
 Facts: Megatron-Bridge 0.3.1 to 0.6.2 models/nemotron_vl/nemotron_vl_provider.py; 0.4.2 to 0.6.2
-models/kimi_vl/modeling_kimi_k25_vl.py.
+models/kimi_vl/modeling_kimi_k25_vl.py; 0.6.2 models/stepfun/step35_provider.py (`Step35DecoderLayer` sets
+`rotary_percent` and a clamp in the config that all layers without a window share), run with megatron-core 0.19.2: other
+`rotary_base_per_layer` and `rotary_percents` leave the logits alone, the last layer's clamp changes the first layer.
 """
 
 
@@ -321,10 +387,15 @@ def of_fields(fields: Mapping[str, Any]) -> Vision | None:
     return next((vision for vision in VISIONS.values() if fields.get(TARGET) == vision.target), None)
 
 
-def of_names(vision: Vision, names: Iterable[str]) -> Vision:
-    """The class of a run in the release that wrote it, which the names of its tensors tell."""
-    newest = vision.kind not in EARLIER or any(name.startswith(CORE) for name in names)
-    return vision if newest else EARLIER[vision.kind]
+def of_run(vision: Vision, fields: Mapping[str, Any], names: Iterable[str]) -> Vision:
+    """The class of a run in the release that wrote it, which its fields and the names of its tensors tell."""
+    known, found = tuple(names), (vision, *EARLIER.get(vision.kind, ()))
+    return next(
+        of
+        for of in found
+        if all(any(name.startswith(sign) for name in known) for sign in of.signs)
+        and all(fields.get(name) == value for name, value in of.told.items())
+    )
 
 
 def of_kind(kind: str, version: str | None) -> Vision:
@@ -335,17 +406,14 @@ def of_kind(kind: str, version: str | None) -> Vision:
         version: the megatron-core with which Megatron-Bridge runs; None for that of the newest release.
 
     Raises:
-        RefusedError: no release of Megatron-Bridge that runs with it has the class as it is known here.
+        RefusedError: no release of Megatron-Bridge that runs with it has the class.
     """
-    if version is None:
-        return VISIONS[kind]
-    is_earlier = is_between(version, FIRST, CORE_OF_EARLIER)
-    vision = EARLIER.get(kind, VISIONS[kind]) if is_earlier else VISIONS[kind]
-    unfit, runs = (LATER, "run") if is_earlier else (FIRST_RELEASE, "runs")
-    if vision.releases.startswith(unfit):
+    vision = VISIONS[kind]
+    if not is_first(version):
+        return vision
+    if kind not in EARLIER and vision.releases == LATER:
         raise RefusedError(
-            f"a {vision.name} is written for Megatron-Bridge in its {unfit}, which {runs} with no megatron-core "
-            f"{version}",
+            f"a {vision.name} is written for Megatron-Bridge in its {LATER}, which run with no megatron-core {version}",
             "leave --megatron-version out",
         )
-    return vision
+    return EARLIER[kind][-1] if kind in EARLIER else vision

@@ -20,6 +20,7 @@ from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.huggingface import folder as huggingface
 from formats.layout.table import MTP
+from formats.model import untabled
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import grown, rows
 
@@ -188,7 +189,7 @@ def _whole(
 
     text = assets.config_text(source, _cast_to(request))
     config, compared = json.loads(text), agreement.notes(source, source.spec, text)
-    source = source if source.format == HUGGINGFACE.name else names.with_names_in_files(source, config)
+    source = _in_files(source, config)
     assert isinstance(source.spec, Verbatim)
     on_hub = visions.of_kind(source.spec.family, options.version).on_hub
     source = names.with_names(source, config, {key: on_hub(key) for key in source.spec.shapes})
@@ -201,6 +202,13 @@ def _whole(
     texts, copies = _inside(source, request, ASSETS)
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
     return replace(plan, notes=(*notes, *compared))
+
+
+def _in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """A checkpoint of a model without a table, under the names of Hugging Face files, with experts as on the Hub."""
+    assert isinstance(source.spec, Verbatim)
+    fused = untabled.FUSED_NOTE in source.spec.remarks
+    return names.with_names_in_files(source, config) if fused or source.format != HUGGINGFACE.name else source
 
 
 def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:
@@ -313,21 +321,27 @@ def plan_fsdp(
     Tensors get the names that a `trainer` of its own names has, if one is given.
     """
     from formats.fsdp import checkpoint as fsdp
+    from formats.fsdp import whole_models
 
     require_vocab(source)
     config = assets.config_text(source, _cast_to(request))
     compared = agreement.notes(source, source.spec, config)
-    untold = False
-    if isinstance(source.spec, Verbatim) and source.format == HUGGINGFACE.name:
+    untold, whole, deviations = False, None, tuple[str, ...]()
+    if trainer and isinstance(source.spec, Verbatim) and source.spec.family in whole_models.tables(trainer):
+        source = _in_files(source, json.loads(config))
+        assert isinstance(source.spec, Verbatim)
+        whole = whole_models.describe(source.spec, json.loads(config), str(source.root), trainer)
+        deviations = whole_models.GELU.notes(source.settings.accept, trainer)
+    elif isinstance(source.spec, Verbatim) and source.format == HUGGINGFACE.name:
         untold = not names.has_names_in_memory(source, json.loads(config))
         source = names.with_names_in_memory(source, json.loads(config))
     dtypes = cast_dtypes(source, request.cast)
-    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained, trainer=trainer)
+    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained, trainer=trainer, whole=whole)
     texts = {**target.texts, "config.json": config}
     copies = {name: path for name, path in assets.carried_assets(source).items() if name not in texts}
     copies |= assets.own_family(source.spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
-    return replace(plan, notes=(*plan.notes, *compared, *([UNTOLD] if untold else ())))
+    return replace(plan, notes=(*plan.notes, *compared, *deviations, *([UNTOLD] if untold else ())))
 
 
 def plan_reading(source: Checkpoint) -> Plan:

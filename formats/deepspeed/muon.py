@@ -6,7 +6,8 @@
 In stages 1 and 2 a rank has the whole momentum of each matrix of which it has a part, concatenated in the order of the
 flat group: two ranks that share a matrix both have its whole momentum, identical. In stage 3 and in BF16_Optimizer the
 momentum is sharded as the weights are. Both methods compute the five Newton-Schulz steps of torch's Muon
-(`adjust_lr_fn` "original"), `gram` in another order of products and in float16. `per_head_muon` orthogonalizes head by
+(`adjust_lr_fn` "original"), `gram` in another order of products and in float16. Of a parameter [expert, out, in] both
+orthogonalize each expert's matrix by itself. `per_head_muon` orthogonalizes head by
 head; only the configuration of the training records that.
 
 Facts: deepspeed 0.19.8 runtime/zero/muon, runtime/engine.py `_muon_param_groups`, runtime/zero/stage_1_and_2.py

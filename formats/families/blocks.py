@@ -235,16 +235,29 @@ layers.{layer}.ffn_norm.weight          post_norm: hidden
 """
 """The norms before attention and MLP."""
 
-TORCHTITAN_EXPERTS = """
-layers.{layer}.feed_forward.w1.weight                     gate: ffn hidden                         dense
-layers.{layer}.feed_forward.w3.weight                     up: ffn hidden                           dense
-layers.{layer}.feed_forward.w2.weight                     down: hidden ffn                         dense
+TORCHTITAN_MLP = """
+layers.{layer}.feed_forward.w1.weight    gate: ffn hidden    dense
+layers.{layer}.feed_forward.w3.weight    up: ffn hidden      dense
+layers.{layer}.feed_forward.w2.weight    down: hidden ffn    dense
+"""
+"""The MLP of layers without experts: w1 is the gate, w3 up, and w2 down."""
+
+TORCHTITAN_MIXTURE = """
 layers.{layer}.moe.routed_experts.inner_experts.w1_EFD    expert_gate: expert expert_ffn hidden    sparse
 layers.{layer}.moe.routed_experts.inner_experts.w3_EFD    expert_up: expert expert_ffn hidden      sparse
 layers.{layer}.moe.routed_experts.inner_experts.w2_EDF    expert_down: expert hidden expert_ffn    sparse
 layers.{layer}.moe.router.gate.weight                     router: expert hidden                    sparse
 """
-"""MLPs, experts and router: w1 is the gate, w3 up, and w2 down."""
+"""Experts and router."""
+
+TORCHTITAN_EXPERTS = TORCHTITAN_MLP + TORCHTITAN_MIXTURE
+
+TORCHTITAN_SHARED_EXPERTS = """
+layers.{layer}.moe.shared_experts.w1.weight    shared_gate: shared_ffn hidden    sparse
+layers.{layer}.moe.shared_experts.w3.weight    shared_up: shared_ffn hidden      sparse
+layers.{layer}.moe.shared_experts.w2.weight    shared_down: hidden shared_ffn    sparse
+"""
+"""The shared experts, as one MLP."""
 
 EXPERT_KEYS = {
     "experts": "n_routed_experts num_local_experts",

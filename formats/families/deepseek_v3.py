@@ -15,6 +15,7 @@ from formats.families.blocks import (
     TORCHTITAN_ENDS,
     TORCHTITAN_EXPERTS,
     TORCHTITAN_NORMS,
+    TORCHTITAN_SHARED_EXPERTS,
     second,
 )
 from formats.families.deepseek_v2 import LATENT_ATTENTION
@@ -33,11 +34,8 @@ layers.{layer}.attention.kv_norm.weight         latent_norm: latent_rank
 layers.{layer}.attention.wkv_b.weight           latent_up: (group up_dim) latent_rank
 layers.{layer}.attention.wo.weight              output: hidden (group head dim)
 layers.{layer}.moe.expert_bias_E                router_bias: expert                        sparse
-layers.{layer}.moe.shared_experts.w1.weight     shared_gate: shared_ffn hidden             sparse
-layers.{layer}.moe.shared_experts.w3.weight     shared_up: shared_ffn hidden               sparse
-layers.{layer}.moe.shared_experts.w2.weight     shared_down: hidden shared_ffn             sparse
 """
-TORCHTITAN = TORCHTITAN_LATENT + TORCHTITAN_EXPERTS + TORCHTITAN_NORMS + TORCHTITAN_ENDS
+TORCHTITAN = TORCHTITAN_LATENT + TORCHTITAN_SHARED_EXPERTS + TORCHTITAN_EXPERTS + TORCHTITAN_NORMS + TORCHTITAN_ENDS
 """The native names of torchtitan, which rotates adjacent elements, as the Hub's files do. Its layers that predict a
 second token (`mtp_layers.{depth}`) have no rows, and are refused."""
 

@@ -21,7 +21,7 @@ from typing import Any
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.fsdp import FSDP, native, nearby_config, olmo_core
+from formats.fsdp import FSDP, native, nearby_config, olmo_core, whole_models
 from formats.fsdp.contents import Listing, contents, lister
 from formats.huggingface import folder as huggingface
 from formats.huggingface import language_model
@@ -69,7 +69,9 @@ def detect(path: Path) -> bool:
 def tables() -> dict[str, tuple[Rule, ...]]:
     """The layouts with a trainer's own tensor names, by trainer and family; other layouts are Hugging Face's."""
     return {
-        f"{trainer} {name}": table for trainer in native.TRAINERS for name, table in native.layouts(trainer).items()
+        f"{trainer} {name}": table
+        for trainer in native.TRAINERS
+        for name, table in {**native.layouts(trainer), **whole_models.tables(trainer)}.items()
     }
 
 
@@ -82,7 +84,6 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     """Open an FSDP checkpoint: its metadata and the headers of its files."""
     folder, list_tensors = next((path / inside, kind) for inside in INSIDE if (kind := lister(path / inside)))
     listing = list_tensors(folder, settings)
-    native.require_text({names[-1] for names in listing.paths if names}, path)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)
 
@@ -91,6 +92,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
     assets = nearby_config.config_folder(path, folder, settings, known)
     config, uncovered, notes = huggingface.read_config(assets) if assets else None, None, tuple[str, ...]()
+    whole, tower = None, dict[str, Scattered]()
     spec: Spec
     if assets is None or config is None:
         spec = olmo_core.spec_of(next(nearby_config.configs(path, folder)), settings, known)
@@ -99,11 +101,17 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
     else:
         tensors, dropped = _read_tensors(path, listing, settings)
-        part = language_model.select(config, tensors, settings, str(assets / "config.json"))
+        tower = whole_models.tower_in(tensors, native.trainer_of(tensors))
+        if tower:
+            whole = whole_models.whole_of(config, tensors, native.TORCHTITAN, str(assets / "config.json"))
+        part = language_model.select(whole.text if whole else config, tensors, settings, str(assets / "config.json"))
         spec, tensors = _spec_and_tensors(part.of(tensors), part.config, assets, settings)
         config, uncovered, notes = part.config, part.left, part.notes
     trainer = native.trainer_of(tensors)
-    slots = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
+    if trainer:
+        slots = _native_slots(spec, trainer, whole.table if whole else None)
+    else:
+        slots = huggingface.model_slots(spec, tensors)
     own = olmo_core.own_config(nearby_config.configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
     if own and isinstance(spec, ModelSpec):
         olmo_core.require_same(own, settings, spec)
@@ -114,10 +122,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         _require_rows(tensors, spec, path)
     ranks = {"ranks": len(files_of(pieces))}
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path, folder, NAME, spec, pieces, (*dropped, *without_weights), listing.files, ranks, assets, config=config,
         unbounded=unbounded, left=uncovered, notes=notes,
     )  # fmt: skip
+    return whole_models.join(whole, checkpoint, tower, settings) if whole else checkpoint
 
 
 def _read_flat(
@@ -238,8 +247,10 @@ def _names(containers: Iterable[tuple[str, ...]]) -> str:
     return some([".".join(container) or "the top level" for container in containers], 8)
 
 
-def _native_slots(spec: Spec, trainer: str) -> list[Slot]:
-    """The physical tensors of a model under the keys of a trainer."""
+def _native_slots(spec: Spec, trainer: str, table: Sequence[Rule] | None = None) -> list[Slot]:
+    """The physical tensors of a model under the keys of a trainer; by its family's table, unless another is given."""
+    if table is not None and isinstance(spec, ModelSpec):
+        return spec.slots_in(table, spec.sizes())
     layouts = native.layouts(trainer)
     if not isinstance(spec, ModelSpec) or spec.family not in layouts:
         raise UnsupportedError(
@@ -274,6 +285,7 @@ def write(
     optimizer: Optimizer | None = None,
     *,
     trainer: str | None = None,
+    whole: whole_models.Written | None = None,
 ) -> Target:
     """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
 
@@ -287,8 +299,13 @@ def write(
         ranks: the number of data files.
         optimizer: the moments, step and groups to write beside the weights, which are its FP32 master weights.
         trainer: the trainer whose own tensor names and prefix are used; None for the names of Hugging Face.
+        whole: the model under the trainer's names, if it is one of images.
     """
-    slots = _native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, memory=True)
+    slots: Sequence[Slot]
+    if whole:
+        slots, dtypes = whole.slots, whole.dtypes(dtypes)
+    else:
+        slots = _native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, memory=True)
     container = native.TRAINERS[trainer].container if trainer else (dcp_writer.CONTAINER,)
     paths: dict[str, dcp_writer.Keys] = {
         ".".join((*container, slot.keys[0])): (*container, slot.keys[0]) for slot in slots
@@ -308,7 +325,7 @@ def write(
         paths |= {".".join(map(str, path)): path for path in settings}
     objects = {".".join(map(str, path)): value for path, value in settings.items()}
     files, metadata = dcp_writer.layout(root, dcp_writer.by_rows(stored, ranks), dtypes, paths, objects)
-    return Target(tuple(files), {dcp.METADATA: metadata}, {})
+    return Target(tuple(whole.files(files) if whole else files), {dcp.METADATA: metadata}, {})
 
 
 def _states(slot: Slot, state: str, *, flat: bool) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.errors import RefusedError, UnsupportedError
+from formats.errors import RefusedError
 from formats.families import FAMILIES
 from formats.layout.slots import Slot
 from formats.layout.table import Rule, rules
@@ -38,7 +38,6 @@ class Names(NamedTuple):
 
 
 TORCHTITAN, OLMO_CORE = "torchtitan", "olmo-core"
-TOWER = "vision_encoder."
 TRAINERS = {
     TORCHTITAN: Names("tok_embeddings.weight", ()),
     OLMO_CORE: Names("blocks.0.attention.w_out.weight", ("model",), optimizer=True),
@@ -64,20 +63,6 @@ def biases(slots: Iterable[Slot], keys: Iterable[str], spec: Spec, accept: Colle
             f"--accept {BIAS} leaves it out, as torchtitan's export does: experts are chosen by their scores alone",
         )
     return expert_biases
-
-
-def require_text(names: Collection[str], where: Path) -> None:
-    """Refuse torchtitan's image models: it has Qwen3.5 only with a vision tower (0.3.0, models/qwen3_5).
-
-    Raises:
-        UnsupportedError: the names are those of such a model.
-    """
-    tower = next((name for name in names if name.startswith(TOWER)), None)
-    if tower and TRAINERS[TORCHTITAN].sign in names:
-        raise UnsupportedError(
-            f"{where} is a model of images under torchtitan's own names, which is not read (it has {tower})",
-            "save it in torchtitan with checkpoint.last_save_in_hf, whose folder is one of Hugging Face",
-        )
 
 
 def trainer_of(keys: Collection[str]) -> str | None:

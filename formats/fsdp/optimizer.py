@@ -32,6 +32,7 @@ from formats.layout.pieces import Scattered, place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, Slot
 from formats.layout.tensors import UNTRAINED
+from formats.model.spec import Verbatim
 from formats.optimizer import (
     CARRIED,
     MOMENTS,
@@ -181,11 +182,18 @@ def read(source: Checkpoint) -> Optimizer:
 
     Raises:
         SourceError: there is no optimizer, or it is damaged or incomplete.
-        UnsupportedError: the optimizer is not Adam, Lion or Muon, or is saved in an unknown way.
+        UnsupportedError: the optimizer is not Adam, Lion or Muon, is saved in an unknown way, or is of a model of
+            images under a trainer's own names.
     """
     optimizer = find(source)
     if optimizer is None:
         raise SourceError(f"{source.root} holds no optimizer", "convert the weights without --with-optimizer")
+    trainer = native.trainer_of({item.key for item in source.tensors})
+    if trainer and isinstance(source.spec, Verbatim):
+        raise UnsupportedError(
+            f"{source.root}: the optimizer of a model of images under {trainer}'s names is not read",
+            "convert the weights without --with-optimizer",
+        )
     _require_known(optimizer)
     trained = [item.slot for item in source.tensors if not UNTRAINED.intersection(item.slot.rule.pattern.tensors)]
     states: dict[str, Checkpoint] = {}

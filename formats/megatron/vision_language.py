@@ -8,38 +8,41 @@ physical tensor of Megatron is described as boxes of tensors of the Hugging Face
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint, OutputFile, Settings
 from formats.disk.safetensors import Fragment, row_major
-from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, short
 from formats.huggingface import folder as huggingface
 from formats.huggingface import language_model
-from formats.layout.composed import boxes_of
-from formats.layout.leaves import Leaf
+from formats.huggingface.whole_model import (
+    NOWHERE,
+    ONLY_TEXT,
+    Locations,
+    Shape,
+    described,
+    dtypes_of,
+    file_parts,
+    in_files,
+    locations,
+    require_settings_of,
+    text_of,
+)
 from formats.layout.pieces import Scattered, match_pieces
-from formats.layout.placed import Placed, match
-from formats.layout.slots import ALONE, ORIGINAL, Slot
-from formats.layout.table import CENTRED, Rule
+from formats.layout.placed import Placed
+from formats.layout.slots import ORIGINAL, Slot
 from formats.megatron.args import visions, whole_config
 from formats.megatron.args.vision import HEAD, PREFIX, TEXT, Vision
 from formats.megatron.chained_optimizer import CHAINED
 from formats.model import untabled
-from formats.model.spec import ModelSpec, Verbatim, differences
+from formats.model.spec import ModelSpec, Verbatim
 from formats.torch_files import dcp, dcp_writer
 
 OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
-NOWHERE = Path()
 WHY = "its tower has none, and the language model has one in Megatron alone"
-STATED = {"tied", "vocab"}
-"""Settings with which the user may overrule the config of a whole model."""
-Shape = tuple[int, ...]
-Locations = Mapping[tuple[str, int | None], Sequence[tuple[str, Leaf]]]
-"""(logical tensor, layer): the tensors of the Hugging Face files that hold parts of it, each with its leaf."""
-ONLY_TEXT = Settings(only=language_model.TEXT)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class VisionLanguageModel:
 
     def dtypes(self, known: Mapping[tuple[str, int | None], str]) -> dict[tuple[str, int | None], str]:
         """Return the dtype of each logical tensor, from the dtypes of the Hugging Face tensors (`known`)."""
-        return {of: known[homes[0][0], None] for of, homes in self.locations.items()}
+        return dtypes_of(self.locations, known)
 
     def states(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the `_extra_state` entries that a load requires; `names` are those of the language model alone."""
@@ -127,22 +130,13 @@ def describe(spec: Verbatim, config: Mapping[str, Any], where: str, version: str
         SourceError: a tensor is missing, or has another shape.
     """
     vision = visions.of_kind(spec.family, version)
-    fragments = {key: Fragment(NOWHERE, 0, "F32", shape, row_major(shape)) for key, shape in spec.shapes.items()}
-    part = language_model.select(dict(config), fragments, ONLY_TEXT, where)
-    upright = part.of(language_model.with_transposed_experts(config, fragments, ONLY_TEXT))
-    text = huggingface.spec_of(
-        {key: fragment.shape for key, fragment in upright.items()}, part.config, Path(where), ONLY_TEXT
-    )
-    if not isinstance(text, ModelSpec):
-        raise UnsupportedError(f"{where}: its language model has no Megatron layout: {text.why}")
-    _require_names(vision, spec, part.names, where)
+    text, names, homes = text_of(spec, config, where, "Megatron")
+    _require_names(vision, spec, names, where)
     _require_one_way(vision, text, where)
-    placed, _ = match(huggingface.model_slots(text, upright), {ALONE: upright}, (), Path(where))
-    homes = _locations(placed, part.names)
     for key, shape in spec.shapes.items():
         tensor = _of_tower(vision, config, key, shape)
         if tensor is not None:
-            homes |= _locations([tensor[0]], {tensor[0].key: key})
+            homes |= locations([tensor[0]], {tensor[0].key: key})
     return VisionLanguageModel(vision, config, spec, text, homes)
 
 
@@ -195,35 +189,6 @@ def _require_one_way(vision: Vision, text: ModelSpec, where: str) -> None:
     """
     if vision.kind in untabled.TRANSPOSED and text.hidden in (text.expert_ffn, 2 * (text.expert_ffn or 0)):
         raise RefusedError(f"{where}: experts of {text.expert_ffn} in {text.hidden} may be either way round in files")
-
-
-def _locations(
-    tensors: Iterable[Placed], names: Mapping[str, str]
-) -> dict[tuple[str, int | None], list[tuple[str, Leaf]]]:
-    """Return where logical tensors are in Hugging Face files; `names` maps keys of `tensors` to names in the files."""
-    homes: dict[tuple[str, int | None], list[tuple[str, Leaf]]] = {}
-    for placed in tensors:
-        if not placed.slot.replica:
-            for leaf in placed.leaves():
-                homes.setdefault((leaf.tensor, placed.slot.layer), []).append((names[placed.key], leaf))
-    return homes
-
-
-def file_parts(tensors: Iterable[Placed], homes: Locations, spec: Verbatim) -> Iterator[Placed]:
-    """Yield the parts of tensors of Megatron, each as a box of a tensor of the Hugging Face files."""
-    for placed in (part for tensor in tensors for part in tensor.each()):
-        for leaf in placed.leaves():
-            for key, there in homes[leaf.tensor, placed.slot.layer]:
-                shape, transposed = spec.shapes[key], key in spec.transposed
-                slot = untabled.slot(placed.key, key, shape, placed.slot.replica, transposed=transposed)
-                slot = slot._replace(rule=_marked(slot.rule, placed.slot.rule))
-                for box in boxes_of(leaf, there, shape):
-                    yield Placed(placed.key, slot, box.of(placed.fragment), box.part)
-
-
-def _marked(rule: Rule, source: Rule) -> Rule:
-    """A rule whose tensor is stored minus 1 where that of `source` is."""
-    return replace(rule, conditions=rule.conditions | (source.conditions & {CENTRED}))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -314,24 +279,9 @@ def join(
             f"give the Hugging Face folder that the training began with: --config {began or 'BASE'}; or --only text",
         )
     assert isinstance(text.spec, ModelSpec)
-    _require_settings_of(config, place, text, settings)
+    require_settings_of(config, place, text, settings)
     vision.require_limit(text.spec, config)
-    shapes, homes = dict[str, Shape](), dict[tuple[str, int | None], list[tuple[str, Leaf]]]()
-    slots = [
-        slot
-        for slot in huggingface.model_slots(text.spec, memory=vision.kind in untabled.FUSED_ON_HUB)
-        if not slot.replica
-    ]
-    for slot in slots:
-        key = vision.in_files(slot.keys[0])
-        turned = untabled.hidden_axis(vision.kind, key) is not None
-        shape = (slot.shape[0], slot.shape[2], slot.shape[1]) if turned else slot.shape
-        first, *rest = row_major(shape)
-        strides = (first, rest[1], rest[0]) if turned else row_major(shape)
-        shapes[key] = shape
-        fragment = Fragment(NOWHERE, 0, "F32", slot.shape, strides)
-        for of_tensor, where in _locations([Placed(key, slot, fragment)], {key: key}).items():
-            homes.setdefault(of_tensor, []).extend(where)
+    shapes, homes = in_files(text.spec, vision.kind, vision.in_files)
     placed: list[Placed] = [*text.tensors]
     tower = vision.layers.apart(tower) if vision.layers else tower
     odd = sorted(name for name in tower if vision.of_tower(name) is None)
@@ -343,11 +293,10 @@ def join(
         placement = _of_tower(vision, config, key, shapes[key])
         assert placement is not None
         there, here = placement
-        homes |= _locations([there], {name: key})
+        homes |= locations([there], {name: key})
         placed += match_pieces([here], {name: tensor}, (), text.home)[1]
     notes = vision.deviations(settings.accept, str(text.home))
-    stated = {name: value for name, value in settings.values.items() if name in STATED}
-    spec = untabled.describe(dict(config), shapes, stated | {"vocab": text.spec.vocab}, WHY)
+    spec = described(config, shapes, text.spec, settings, WHY)
     made = () if text.assets else ("its config.json is made of the configs in run_config.yaml",)
     spec = replace(spec, remarks=(*spec.remarks, *made, *text.spec.notes, *notes))
     return replace(
@@ -357,30 +306,3 @@ def join(
         config=config,
         padded_vocab=None,
     )
-
-
-def _require_settings_of(config: Mapping[str, Any], place: str, text: Checkpoint, settings: Settings) -> None:
-    """Refuse settings of the user that are not those of the whole model's config, which is carried as it is.
-
-    Args:
-        config: the config.json of the whole model.
-        place: what to call the config in an error (`config_place`).
-        text: the checkpoint of the language model, with its config.
-        settings: the user's settings.
-
-    Raises:
-        RefusedError: a setting has another value in the config.
-    """
-    named = settings.values.keys() - STATED
-    if not named:
-        return
-    assert text.config is not None
-    plain = replace(settings, values={name: settings.values[name] for name in settings.values.keys() & STATED})
-    said = huggingface.spec_at(text.config, place, plain)
-    idle = [line for line in differences(text.spec, said) if line.partition(":")[0] in named]
-    if idle:
-        raise RefusedError(
-            f"the config of a {config['model_type']} is carried as it is, and --set contradicts it (set | config): "
-            f"{'; '.join(idle)}",
-            "correct config.json in the folder that --config names",
-        )

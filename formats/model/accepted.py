@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from formats.errors import RefusedError
 
 STEPS = "global_steps"
 LAST_STEP = "last_train_step"
@@ -24,7 +27,7 @@ KNOWN: Mapping[str, str] = {
     FUSION: "Megatron: a GPT-OSS that was clamped before the bias of its experts was added",
     EPSILON: "Megatron-Bridge: a Gemma 3 whose norms have two epsilons",
     IMAGES: "Megatron-Bridge: a Gemma 3 whose attention is causal within an image",
-    MERGER: "Megatron-Bridge: a Qwen3-VL or Qwen3.5 whose images pass an approximated gelu behind their tower",
+    MERGER: "Megatron-Bridge, torchtitan: an approximated gelu behind the tower of a Qwen3-VL or Qwen3.5",
     SCALED_STEPS: "MaxText: an optimizer with parameters that take larger or smaller steps there than elsewhere",
     UNKNOWN: "Megatron: arguments that no version has, as settings that leave the model alone",
     LINEAR: "flags for a Megatron-LM that ignores the factor of linear rotary scaling",
@@ -36,3 +39,27 @@ KNOWN: Mapping[str, str] = {
     MOMENTUM: "a momentum of Muon that is not finite",
 }
 """Name: what is converted in spite of the deviation (the table in converters/README.md)."""
+
+
+class Deviation(NamedTuple):
+    """A difference between the computation of a trainer's class and that of transformers.
+
+    Attributes:
+        accept: the name with which the user accepts the difference (`--accept`).
+        what: a description of the difference.
+        use: the purpose for which the difference can be accepted.
+    """
+
+    accept: str
+    what: str
+    use: str
+
+    def notes(self, accept: Collection[str], where: str) -> tuple[str, ...]:
+        """Return the note on the deviation.
+
+        Raises:
+            RefusedError: the deviation is not in `accept`.
+        """
+        if self.accept in accept:
+            return (self.what,)
+        raise RefusedError(f"{where}: {self.what}", f"--accept {self.accept}, {self.use}")

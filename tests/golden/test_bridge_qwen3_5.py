@@ -103,6 +103,25 @@ def test_there_and_back(convert, tmp_path, kind):
     assert ran.code == 0, ran.err
 
 
+def test_experts_that_files_hold_fused(convert, tmp_path):
+    """As transformers has them in memory, and as the Hub may have them: the same run."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = save(build("qwen3_5_moe", False, vocab_size=64), tmp_path / "whole")
+    tensors, fused = load_file(source / "model.safetensors"), tmp_path / "fused"
+    shutil.copytree(source, fused)
+    for first in sorted({key.split("experts.")[0] for key in tensors if ".experts." in key}):
+        parts = ([tensors.pop(f"{first}experts.{i}.{n}_proj.weight") for i in range(4)] for n in ("gate", "up", "down"))
+        gate, up, down = map(torch.stack, parts)
+        tensors |= {f"{first}experts.gate_up_proj": torch.cat([gate, up], 1), f"{first}experts.down_proj": down}
+    save_file(tensors, fused / "model.safetensors", {"format": "pt"})
+    for number, folder in enumerate((source, fused)):
+        ran = convert("hf2megatron", folder, tmp_path / f"run-{number}", *BRIDGE, *ACCEPT)
+        assert ran.code == 0, ran.err
+    assert convert("diff", tmp_path / "run-0", tmp_path / "run-1", *ACCEPT, "--tensors").code == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_that_predicts_a_second_token(convert, tmp_path, kind):
     """Bridge has megatron-core build it like the last layer of the decoder, which builds none with linear attention."""
@@ -130,13 +149,13 @@ def test_a_layer_that_predicts_a_second_token(convert, tmp_path, kind):
     assert ran.code == 0, ran.err
 
 
-def with_second(folder: Path) -> Path:
-    """The folder with such a layer under the Hub's names, its block like the first layer of the decoder."""
+def with_second(folder: Path, like: int = 0) -> Path:
+    """The folder with such a layer under the Hub's names, its block like a layer of the decoder."""
     from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    first, norm = "model.language_model.layers.0.", tensors["model.language_model.norm.weight"]
+    first, norm = f"model.language_model.layers.{like}.", tensors["model.language_model.norm.weight"]
     block = {
         f"mtp.layers.0.{key.removeprefix(first)}": tensor + 0.5
         for key, tensor in tensors.items()

@@ -13,22 +13,10 @@ import pytest
 
 from formats.fsdp import native
 from formats.layout.table import Rule, rules
-from tests.faults.dcp_tools import refused, save, with_config
+from tests.faults.dcp_tools import refused, with_config
 
 HERE = Path(__file__).parent / "torchtitan"
 CASES = sorted(path.parent for path in HERE.glob("*/step-1"))
-
-
-def test_a_model_of_images_is_told(convert, tmp_path):
-    """torchtitan 0.3.0 has Qwen3.5 with its tower alone; these are three of its names (state_dict_adapter.py)."""
-    import torch
-
-    names = ("tok_embeddings.weight", "layers.0.attn.in_proj_q.weight", "vision_encoder.pos_embed")
-    state = {name: torch.zeros(2, 2) for name in names}
-    for number, saved in enumerate((state, {"model": state})):
-        run = save(tmp_path / f"step-{number}", saved)
-        for argv in (("inspect", run), ("fsdp2hf", run, tmp_path / "out", "--config", CASES[0] / "hf")):
-            refused(convert(*argv), 4, "a model of images under torchtitan's own names", "last_save_in_hf")
 
 
 def family(case: Path) -> str:

@@ -17,7 +17,7 @@ from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
 from tests.golden.test_zero_lion import trained_on
 from tests.golden.test_zero_optim import inner
-from tests.golden.zero_worlds import MUON_PAIR, MUONS
+from tests.golden.zero_worlds import MUON_EXPERTS, MUON_PAIR, MUONS
 
 pytestmark = pytest.mark.distributed
 ADAM = {decay: Group(0.01, (0.9, 0.95), 1e-8, decay) for decay in (0.1, 0.0)}
@@ -100,6 +100,39 @@ def test_a_training_with_muon_goes_on_in_torch(made, zero, convert, tmp_path, na
     options = ["--with-optimizer", "--config", config, "--format", "torch_dist", "--lr", 0.01]
     ran = convert("hf2megatron", kind, tmp_path / "run", *options)
     assert (ran.code, "Muon trains on with --optimizer muon" in ran.err) == (0, True), ran.err
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MUON_EXPERTS.kinds)
+def test_momentum_of_experts_goes_to_megatron(made, convert, tmp_path, kind):
+    """Bit for bit: an expert's gate and up are one matrix on both sides. torch's Muon trains no such parameter."""
+    import torch
+    from safetensors.torch import load_file
+
+    source, config = made(MUON_EXPERTS) / kind, ("--with-optimizer", "--config", made(MUON_EXPERTS) / "hf")
+    ran = convert("hf2fsdp", source, tmp_path / "no", *config)
+    refused(ran, 4, "mlp.experts.gate_up_proj [4, 96, 64] is one parameter there, and not one matrix that Muon trained")
+    argv = ("hf2megatron", source, tmp_path / "run", *config, "--format", "torch_dist", "--lr", 0.01)
+    ran = convert(*argv)
+    assert (ran.code, "Muon trains on with --optimizer muon" in ran.err) == (0, True), ran.err
+    assert "are one matrix on one side" not in ran.err
+    refused(convert(*argv[:2], tmp_path / "ep2", *argv[3:], "--ep", 2), 4, "Muon of experts", "--ep 1")
+    truth, prefix = load_file(made(MUON_EXPERTS) / f"{kind}.truth.safetensors"), "optimizer.state.momentum_buffer."
+    ours = {
+        key.removeprefix(f"{prefix}decoder.layers."): tensor
+        for key, tensor in states(next((tmp_path / "run").glob("*/.metadata")).parent).items()
+        for key in [key.removeprefix("fp32.")]
+        if key.startswith(prefix)
+    }
+    assert len(ours) == 5
+    for name, key in (
+        ("mlp.experts.gate_up_proj", "mlp.experts.experts.linear_fc1.weight"),
+        ("mlp.experts.down_proj", "mlp.experts.experts.linear_fc2.weight"),
+        ("mlp.gate.weight", "mlp.router.weight"),
+        ("self_attn.o_proj.weight", "self_attention.linear_proj.weight"),
+    ):
+        layers = [truth[f"momentum_buffer.model.layers.{layer}.{name}"].float() for layer in range(4)]
+        assert torch.equal(ours[key], torch.stack(layers)), key
 
 
 def model_file(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:

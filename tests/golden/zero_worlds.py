@@ -58,6 +58,8 @@ MUON = (
     "bf16-optimizer-muon",
 )
 MUONS = World("muons", "llama", 3, MUON, ODD)
+MUON_EXPERTS = World("muon-experts", "qwen3_moe", 2, ("zero1-fp32-muon", "zero2-muon", "zero3-muon"))
+"""The experts of a layer are two parameters, [expert, out, in]; its Muon orthogonalizes each expert's matrix."""
 MUON_PAIR = World("muon-pair", "llama", 2, ("zero1-fp32-muon", "zero1-fp32-gram-muon"))
 PARALLEL = World("parallel", "llama", 4, ("pp2-tp2", "tp2", "pp2-tied"))
 

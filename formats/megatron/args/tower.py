@@ -12,18 +12,17 @@ qwen3_vl_0.6.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from formats.errors import RefusedError, SourceError, short
+from formats.huggingface.whole_model import prefix_of
 from formats.layout.pattern import Axis, Pattern, Product, Term
 from formats.layout.pieces import Scattered, unstack
 from formats.layout.slots import ALONE, DIM, ORIGINAL, Slot
 from formats.layout.table import Rule
 
-LAYER = "{layer}"
 PARTS = 3
 """Query, key and value."""
 
@@ -153,22 +152,3 @@ def _rule(name: str, rows: tuple[str, ...], others: list[str]) -> Rule:
     text = f"{name}: ({' '.join(rows)}) {' '.join(others)}"
     dims: tuple[Term, ...] = (Product(tuple(map(Axis, rows))), *map(Axis, others))
     return Rule(name, Pattern(text, name, dims), frozenset())
-
-
-def prefix_of(template: str) -> re.Pattern[str]:
-    """The pattern of names that begin with a prefix, of whatever layer."""
-    return re.compile(re.escape(template).replace(re.escape(LAYER), r"(?P<layer>\d+)"))
-
-
-def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
-    """A name with its prefix replaced: the first that it begins with; None if it begins with none.
-
-    Args:
-        name: the name.
-        prefixes: (prefix, new prefix), both with `{layer}` for the number of a layer.
-    """
-    for prefix, new in prefixes:
-        found = prefix_of(prefix).match(name)
-        if found:
-            return new.replace(LAYER, found.groupdict().get("layer", "")) + name[found.end() :]
-    return None

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.huggingface.whole_model import renamed
 from formats.megatron.args.provider import TARGET
-from formats.megatron.args.tower import Layers, renamed
+from formats.megatron.args.tower import Layers
+from formats.model.accepted import Deviation
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 
@@ -100,20 +102,6 @@ RUNNING = {
 }  # fmt: skip
 """Further fields that do not affect a model, as its tower is built from `vision_config`. Those in `fields` of a class
 are compared nevertheless."""
-
-
-class Deviation(NamedTuple):
-    """A difference between the computation of a class and that of transformers.
-
-    Attributes:
-        accept: the name with which the user accepts the difference (`--accept`).
-        what: a description of the difference.
-        use: the purpose for which the difference can be accepted.
-    """
-
-    accept: str
-    what: str
-    use: str
 
 
 @dataclass(frozen=True)
@@ -286,11 +274,7 @@ class Vision:
         Raises:
             RefusedError: the deviation is not in `accept`.
         """
-        if self.deviation is None:
-            return ()
-        if self.deviation.accept in accept:
-            return (self.deviation.what,)
-        raise RefusedError(f"{where}: {self.deviation.what}", f"--accept {self.deviation.accept}, {self.deviation.use}")
+        return self.deviation.notes(accept, where) if self.deviation else ()
 
     def require_agreement(self, fields: Mapping[str, Any], config: Config, where: str) -> None:
         """Refuse fields of a run_config.yaml that differ from a config.json.

@@ -19,7 +19,6 @@ from formats.megatron.args.vision import (
     TEXT,
     TOWER,
     Config,
-    Deviation,
     Vision,
     inside,
     key_of,
@@ -28,7 +27,7 @@ from formats.megatron.args.vision import (
     text_of,
     tower_of,
 )
-from formats.model.accepted import IMAGES, MERGER
+from formats.model.accepted import IMAGES, MERGER, Deviation
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 

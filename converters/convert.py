@@ -55,6 +55,8 @@ FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 """Suffixes that no folder of a checkpoint has."""
 STATE_FILE = ".pt"
 """The suffix of small files that hold the state of a training."""
+LONGEST_NAME = 255
+"""Bytes that the name of a file may have (NAME_MAX, linux/limits.h)."""
 ANEW = "what was written is deleted, the same command starts over"
 
 
@@ -261,7 +263,7 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
     if plan.plan_of_output is None or plan.remembered:
         small = sorted(name for name in {*target.texts, *target.copies} if _is_remembered(PurePath(name), target))
         home = request.root / target.home
-        small_sums = small_digests(home, [os.path.relpath(name, target.home) for name in small])
+        small_sums = small_digests(home, [os.path.relpath(f"/{name}", f"/{target.home}") for name in small])
         small_sums |= bare_digests(home, target.files)
         written += assets.write(home, {MANIFEST: digest.manifest(plan, digests, small_sums)}, {})
     return written
@@ -296,6 +298,9 @@ def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = (
         raise OutputError(f"OUT is a folder, and {out} is named like a file", f"name it {out.with_suffix('')}")
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
+    if (length := len(os.fsencode(request.staging.name))) > LONGEST_NAME:
+        text = f"OUT is written as {request.staging.name} first, which is {length - LONGEST_NAME} bytes too long a name"
+        raise OutputError(text, "choose a shorter one")
     check_apart(source, request, others)
     _check_free(request)  # last, as it offers --force
 

@@ -88,14 +88,19 @@ def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **op
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, files
     in the Hub's cache against their names, which are hashes, and they must make a checkpoint together.
     """
+    from converters.common.hub_names import folder_of
     from converters.library.proving import verify_with
     from formats.checkpoint import MANIFEST
+    from formats.disk.handle import is_remote
 
-    whole = src is None and (not out.is_dir() or any(out.rglob(MANIFEST)))
+    folder, note = folder_of(out) if src is None else (out, "")
+    whole = src is None and (is_remote(folder) or not folder.is_dir() or any(folder.rglob(MANIFEST)))
     if share is not None and not whole:
         raise UsageError("--part compares with a manifest", f"without it: convert verify {out} {src or ''}".rstrip())
     if src is None and not whole:
-        _verify_alone(out, options, as_json)
+        if note:
+            click.echo(f"note: {note}", err=True)
+        _verify_alone(folder, options, as_json)
         return
     result = verify_with(out, src, _effects(options, as_json), share)
     if as_json:

@@ -126,7 +126,7 @@ def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **o
     from converters.plan.request import Request
 
     source = opened(src, options)
-    request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
+    request = Request(Path("/OUT"), None if options["dtype"] == "keep" else options["dtype"])
     target = dict(TARGETS[to])
     planned = plan_output(source, request, target.pop("to"), output_of({**options, **target}))
     if html:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from converters.common.cli_main import printable
 
 if TYPE_CHECKING:
     from converters.library.exporting import Export
-    from converters.library.watching import Watch
+    from converters.library.watch_log import Watch
 
 OWN = ("to", "out", "push", "every", "idle", "once", "keep", "keep_every", "dry_run", "quiet", "as_json")
 """Options of the watch itself; all others are options of each conversion."""
@@ -78,13 +78,14 @@ def watch(run: Path, **options: Any) -> None:  # fmt: skip
     the work, and the same command resumes after a kill. Checkpoints of other names, and links, are left alone.
     """
     from converters.library import watching
+    from converters.library.watch_log import begin, records
     from formats.errors import Interrupted
 
     watched = _watch_of(run, options)
     if options["dry_run"]:
         _show(watched, options["as_json"])
         return
-    watching.begin(watched, anew=not options["once"])
+    begin(watched, anew=not options["once"])
     with watching.stoppable() as stop:
         while True:
             try:
@@ -93,7 +94,7 @@ def watch(run: Path, **options: Any) -> None:  # fmt: skip
                 if error.errno not in watching.FULL:
                     raise
                 click.echo(f"note: {watched.out}: {error.strerror}", err=True)
-            if watching.is_over(watched, watching.records(watched)):
+            if watching.is_over(watched, records(watched)):
                 watching.require_all(watched)
                 return
             if options["once"]:
@@ -111,9 +112,9 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
     from converters.hub.push_plan import check_names
     from converters.hub.upload import require_token
     from converters.library.options import Conversion, checked
-    from converters.library.watching import Watch
+    from converters.library.watch_log import Watch
     from formats.detect import commits
-    from formats.errors import SourceError, UsageError
+    from formats.errors import SourceError, UsageError, some
     from formats.model.settings import parse_settings
 
     if options["keep_every"] and not options["keep"]:
@@ -148,9 +149,24 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
                 + (f", {export.url}" if export.url else "")
             )
 
+    def tell_removed(model: Path, own: Sequence[str]) -> None:
+        shown = options["out"] / model.name
+        if own:
+            text = f"{shown} holds what no checkpoint has: {some(own, 4)}; --keep leaves it, delete it yourself"
+            click.echo(printable(f"note: {text}"), err=True)
+        elif not options["quiet"]:
+            click.echo(printable(f"{shown}: deleted, as --keep says"), err=options["as_json"])
+
     retention = options["keep"], options["keep_every"]
     return Watch(
-        run.absolute(), options["out"].absolute(), given, options["push"], *retention, 3600 * options["idle"], tell
+        run.absolute(),
+        options["out"].absolute(),
+        given,
+        options["push"],
+        *retention,
+        3600 * options["idle"],
+        tell,
+        tell_removed,
     )
 
 
@@ -162,10 +178,11 @@ def _show(watched: Watch, as_json: bool) -> None:
     """
     from converters.library import conversion, watching
     from converters.library.options import Planning
+    from converters.library.watch_log import last, records
     from formats.detect import commits
     from formats.errors import VitruvianError
 
-    states = watching.last(watching.records(watched))
+    states = last(records(watched))
     todo = watching.due(watched, states)
     if as_json:
         names = Planning.__optional_keys__
@@ -193,4 +210,6 @@ def _show(watched: Watch, as_json: bool) -> None:
         state = "to be converted" if name in waiting else states[name]["state"] if name in states else "not complete"
         if state == "converted" and not (watched.out / name).exists():
             state = f"converted, and no longer in {watched.out}"
+        if name not in waiting and watching.is_stale(watched, name, states):
+            state = watching.stale_text(watched, name)
         click.echo(printable(f"{name}: {overwritten.get(name, state)}"))

@@ -37,7 +37,7 @@ from formats.model.spec import Spec
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-NOWHERE = Path("view")
+NOWHERE = Path("/view")
 """The output folder in the plan of a view; nothing is written to it."""
 AXES = ("tp", "pp", "ep")
 IN_MEMORY = {"megatron": ("format", "torch"), "neox": ("layout", "sequential")}

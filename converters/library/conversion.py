@@ -19,6 +19,7 @@ from converters.library.options import (
     Planning,
     Reading,
     Target,
+    absolute,
     cast_of,
     checked,
     known_family,
@@ -221,7 +222,7 @@ def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning])
     """
     stated = checked(options, Planning.__optional_keys__)
     with known_family(stated) as family:
-        return Plan(_planned(path_of(src, "src"), Path("OUT"), to, stated, family)[0])
+        return Plan(_planned(path_of(src, "src"), Path("/OUT"), to, stated, family)[0])
 
 
 def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Unpack[Conversion]) -> Converted:
@@ -291,7 +292,7 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
 def request_from(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
     """The request that the options of `Conversion` make, for an opened source."""
     return Request(
-        place_of(out),
+        absolute(place_of(out)),
         cast_of(options),
         limits_of(options, replicas_of(source, options.get("replicas"))),
         force=options.get("force", False),

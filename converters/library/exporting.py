@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.hub_names import folder_of
 from converters.hub.push_plan import check_names
-from converters.library.options import Conversion, Place, checked, path_of
+from converters.library.options import Conversion, Place, absolute, checked, path_of
+from converters.plan.request import current_folder
 from formats.disk.threads import starting
 from formats.errors import Interrupted, UsageError, VitruvianError
 
@@ -133,8 +135,8 @@ class Exporter:
         self, out: Place, push: str | None = None, waiting: int = 1, options: Mapping[str, Any] | None = None
     ) -> None:
         self.options = possible(push, waiting, options or {})
-        self.out, self.push, self.waiting = path_of(out, "out").absolute(), push, waiting
-        self.home = Path.cwd()
+        self.out, self.push, self.waiting = absolute(path_of(out, "out")), push, waiting
+        self.home, self.process = current_folder(), os.getpid()
         self.exports: list[Export | None] = []
         self.pending: deque[tuple[int, Path]] = deque()
         self.condition, self.busy, self.closed = threading.Condition(), False, False
@@ -142,9 +144,26 @@ class Exporter:
         with starting():
             self.thread.start()
 
+    def _require_own(self) -> None:
+        """Refuse a process that was forked since: it has no thread that exports, and the queue is a copy.
+
+        Raises:
+            UsageError: it is not the process that has started the exporter.
+        """
+        if os.getpid() != self.process:
+            raise UsageError(
+                f"the exporter belongs to process {self.process}, from which this one was forked: nothing exports here",
+                "make the exporter after the fork, in the process that submits to it",
+            )
+
     @property
     def results(self) -> list[Export]:
-        """The result of each checkpoint that is done or was skipped, in the order in which they were submitted."""
+        """The result of each checkpoint that is done or was skipped, in the order in which they were submitted.
+
+        Raises:
+            UsageError: the process was forked from that which has started the exporter.
+        """
+        self._require_own()
         with self.condition:
             return [export for export in self.exports if export is not None]
 
@@ -158,9 +177,11 @@ class Exporter:
             Whether there was room in the queue. If not, the checkpoint is skipped, which `results` records.
 
         Raises:
-            UsageError: the exporter is closed, or the value is no path.
+            UsageError: the exporter is closed, or of the process that this one was forked from; or the value is no
+                path.
         """
-        folder = path_of(checkpoint, "checkpoint").absolute()
+        self._require_own()
+        folder = absolute(path_of(checkpoint, "checkpoint"))
         with self.condition:
             if self.closed:
                 raise UsageError("the exporter is closed", "start another one")
@@ -183,7 +204,9 @@ class Exporter:
 
         Raises:
             ExportError: with `strict`, an export failed or was skipped.
+            UsageError: the process was forked from that which has started the exporter.
         """
+        self._require_own()
         with self.condition:
             self.closed = True
             self.condition.notify_all()

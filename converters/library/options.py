@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from converters.common.cores import CEILING, cores
 from converters.plan.output import DEFAULTS, Output
-from converters.plan.request import LONG, Limits
+from converters.plan.request import GONE, LONG, WHOLE, Limits
 from formats.checkpoint import Settings
-from formats.errors import UsageError, short
+from formats.errors import OutputError, SourceError, UsageError, short
 
 if TYPE_CHECKING:
     from converters.common.progress import Tell
@@ -154,7 +155,10 @@ def choice(literal: Any) -> Kind:
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
-PLACE = Kind("a path", lambda value: isinstance(value, str | PathLike) and os.fspath(value) != "")
+PLACE = Kind(
+    "a path",
+    lambda value: isinstance(value, str | PathLike) and "\0" not in os.fsdecode(value) and os.fspath(value) != "",
+)
 NUMBER = Kind(
     "a number that a float can be",
     lambda value: type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max),
@@ -223,12 +227,29 @@ def path_of(value: object, what: str) -> Path:
     """A path that the caller gave, absolute if it exists, since the current folder may change.
 
     Raises:
-        UsageError: the value is no path.
+        UsageError: the value is no path, or so long a one that no file system has it.
+        SourceError, OutputError: the system does not tell whether it exists, such as for lack of rights.
     """
     if not isinstance(value, str | PathLike) or not PLACE.holds(value):
         raise UsageError(f"{what} = {short(value)} is no path")
     path = Path(value)
-    return path.absolute() if path.exists() else path
+    try:
+        return path.absolute() if path.exists() else path
+    except OSError as error:
+        kind = UsageError if error.errno == errno.ENAMETOOLONG else OutputError if what == "out" else SourceError
+        raise kind(f"{what} = {short(str(path))}: {error.strerror}") from None
+
+
+def absolute(path: Path) -> Path:
+    """A path that does not depend on the current folder.
+
+    Raises:
+        UsageError: it is relative, and the current folder was deleted.
+    """
+    try:
+        return path.absolute()
+    except FileNotFoundError:
+        raise UsageError(f"{path}: {GONE}", WHOLE) from None
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:

@@ -7,6 +7,7 @@ that a conversion would write there, so that its bytes are those of the conversi
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import weakref
 from collections import deque
@@ -72,14 +73,20 @@ class Reader:
         self.files, self.buffers = Files(checks=self.checks), buffers_of(limits)
         self.files.__enter__()
         self.condition, self.reading, self.closed = threading.Condition(), 0, False
-        self.begun = False
+        self.begun, self.process = False, os.getpid()
         self.finalizer = weakref.finalize(self, self.files.__exit__)
 
     def __reduce__(self) -> str:
         raise TypeError("a view has files open, which no other process has: pickle its checkpoint, and view it there")
 
     def close(self) -> None:
-        """Wait for threads that read, and close the files; nothing can be read afterwards."""
+        """Wait for threads that read, and close the files; nothing can be read afterwards.
+
+        A process that was forked has none of these threads, and leaves the files to its end.
+        """
+        if os.getpid() != self.process:
+            self.closed = True
+            return
         with self.condition:
             self.closed = True
             self.condition.wait_for(lambda: not self.reading)
@@ -138,18 +145,32 @@ class Reader:
         Args:
             reads: the functions to call.
             ahead: how many further results are read, and are in memory, while the caller uses one.
+
+        Raises:
+            UsageError: the process was forked since the first one was read, and has none of the threads.
         """
         running: deque[Future[Array]] = deque()
+        process = os.getpid()
+
+        def require_own() -> None:
+            if os.getpid() != process:
+                raise UsageError(
+                    f"threads of process {process} read these tensors, and this one was forked from it",
+                    "ask for the tensors after the fork, in the process that uses them",
+                )
+
         with Threads(self.limits.threads) as pool:
             try:
                 for read in reads:
                     running.append(pool.submit(read))
                     if len(running) > ahead:
                         yield running.popleft().result()
+                        require_own()
                 while running:
                     yield running.popleft().result()
+                    require_own()
             finally:
-                for future in running:
+                for future in running if os.getpid() == process else ():
                     future.cancel()
 
     def complete(self) -> None:

@@ -35,7 +35,8 @@ from formats.checkpoint import OutputFile
 from formats.disk.threads import starting
 from formats.errors import OutputError
 
-JOURNAL = "journal.jsonl"
+JOURNAL, JOURNALS = "journal.jsonl", "journal*.jsonl"
+"""The journal of all of a conversion, which is made first, and a pattern of it and those of shares."""
 SOUND = "sound"
 SPOILED = "the source is damaged"
 """Takes the place of the fingerprint in the journal of a share that read damaged data."""
@@ -240,7 +241,7 @@ def _resume(
     new = share is not None and not own_entries.length
     if new:
         _begin(handle, fingerprint)  # before the others are read: of two conversions at a time one sees the other
-    others = [path for path in staging.glob("journal*.jsonl") if path != own]
+    others = [path for path in staging.glob(JOURNALS) if path != own]
     every = [own_entries, *(_entries(path.read_bytes()) for path in others)]
     finished = {name: digest for entries in every for name, digest in entries.digests.items()}
     sound = {name for entries in every for name in entries.sound}

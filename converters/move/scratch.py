@@ -61,7 +61,7 @@ class Scratch:
     """
 
     def __init__(self, beside: Path | None = None, folder: Path | None = None) -> None:
-        self.beside, self.made, self.own = beside, folder, folder is None
+        self.beside, self.made, self.maker = beside, folder, 0
         self.known, self.lock = dict[Chunk, Path](), threading.RLock()
 
     @property
@@ -69,7 +69,7 @@ class Scratch:
         """The scratch folder, made on first use."""
         with self.lock:
             if self.made is None:
-                self.made = Path(tempfile.mkdtemp(prefix=FOLDER, dir=self.beside))
+                self.made, self.maker = Path(tempfile.mkdtemp(prefix=FOLDER, dir=self.beside)), os.getpid()
             return self.made
 
     def decoded(self, fragment: Fragment, chunk: Chunk) -> Path:
@@ -108,8 +108,8 @@ class Scratch:
             ) from None
 
     def close(self) -> None:
-        """Delete the scratch folder, if this object made it."""
-        if self.own and self.made is not None:
+        """Delete the scratch folder, if this object made it; a process that was forked since leaves it alone."""
+        if self.made is not None and self.maker == os.getpid():
             shutil.rmtree(self.made, ignore_errors=True)
 
 

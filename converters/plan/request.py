@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ def named_of(options: Mapping[str, Any]) -> tuple[Path, ...]:
     given = [options.get(name) for name in ("chat_template", "tokenizer", "family")]
     paths = [Path(getattr(place, "file", place)) for place in given if place is not None]
     return tuple(path for path in paths if path.is_file())
+
+
+GONE, WHOLE = "the current folder no longer exists", "cd to another one, or name the whole path"
+"""What is said of a path that depends on a current folder which was deleted, and what to do."""
+
+
+def current_folder() -> Path | None:
+    """The current folder; None if it was deleted, in which an absolute path is all the same."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -85,27 +98,36 @@ class Request:
     commit_seconds: float = COMMIT_SECONDS
     named: tuple[Path, ...] = ()
 
-    @property
+    @cached_property
     def place(self) -> Path:
-        """OUT itself, links followed.
+        """OUT itself, links followed when it is first asked for: the current folder may change afterwards.
 
         Raises:
             OutputError: OUT is the root or the current folder, which no other folder can replace; or its links lead
-                in a circle.
+                in a circle; or it is relative to a folder that was deleted.
         """
         try:
             place = self.out.resolve()
         except RuntimeError:
             raise OutputError(f"the links in {self.out} lead in a circle", "name a new folder") from None
-        if not place.name or place == Path.cwd():
+        except FileNotFoundError:
+            raise OutputError(f"{self.out}: {GONE}", WHOLE) from None
+        if not place.name or place == current_folder():
             raise OutputError(f"{self.out} cannot be replaced by a checkpoint", "name a new folder")
         return place
 
-    @property
+    @cached_property
     def staging(self) -> Path:
-        """The folder of an unfinished output: beside OUT; in the current folder, if OUT is in an object store."""
+        """The folder of an unfinished output: beside OUT; in the current folder, if OUT is in an object store.
+
+        Raises:
+            OutputError: it would be in a current folder that was deleted.
+        """
         if is_remote(self.place):
-            return Path.cwd() / (re.sub(r"[^\w.@-]+", "-", str(self.place)) + ".partial")
+            here = current_folder()
+            if here is None:
+                raise OutputError(f"{self.out} is prepared in the current folder: {GONE}", "cd to another one")
+            return here / (re.sub(r"[^\w.@-]+", "-", str(self.place)) + ".partial")
         return self.place.with_name(self.place.name + ".partial")
 
     @property

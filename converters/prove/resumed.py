@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from blake3 import blake3
@@ -10,9 +11,10 @@ from blake3 import blake3
 from converters.common.atomic import stoppable
 from converters.move.blocks import Files
 from converters.move.engine import execute
-from converters.move.journal import JOURNAL, Share, fingerprint, open_journal
+from converters.move.journal import JOURNAL, JOURNALS, Share, fingerprint, open_journal
 from converters.plan.plan import Plan
 from converters.plan.request import COMMIT_SECONDS, Limits
+from formats.errors import OutputError
 
 
 def journal_of(out: Path) -> Path:
@@ -22,8 +24,18 @@ def journal_of(out: Path) -> Path:
 
 
 def has_journal(out: Path) -> bool:
-    """Whether a part of a checkpoint was verified, or a verification was interrupted."""
-    return (journal_of(out) / JOURNAL).is_file()
+    """Whether a part of a checkpoint was verified, or a verification was interrupted. Empty journals say nothing."""
+    folder = journal_of(out)
+    return (folder / JOURNAL).is_file() and any(path.stat().st_size for path in folder.glob(JOURNALS))
+
+
+def _remove_empty(folder: Path) -> None:
+    """Delete empty journals, and their folder if nothing else is in it."""
+    with suppress(OSError):
+        for path in folder.glob(JOURNALS):
+            if not path.stat().st_size:
+                path.unlink()
+        folder.rmdir()
 
 
 def digests(
@@ -40,8 +52,13 @@ def digests(
     mark = blake3(f"{fingerprint(plan, limits.replicas)} {stats}".encode(errors="surrogateescape")).hexdigest()
     jobs = share.jobs(plan.jobs) if share else [*plan.jobs]
     opened = open_journal(journal_of(out), mark, (), share, force=True, every=COMMIT_SECONDS)
-    with stoppable() as stopped, opened as journal, Files() as open_files, journal.kept(open_files):
-        todo = [job for job in jobs if job.name not in journal.digests]
-        advance(sum(job.nbytes for job in jobs) - sum(job.nbytes for job in todo))
-        execute(todo, open_files, limits, done=journal.note, advance=advance, stop=stopped)
+    try:
+        with stoppable() as stopped, opened as journal, Files() as open_files, journal.kept(open_files):
+            todo = [job for job in jobs if job.name not in journal.digests]
+            advance(sum(job.nbytes for job in jobs) - sum(job.nbytes for job in todo))
+            execute(todo, open_files, limits, done=journal.note, advance=advance, stop=stopped)
+    except OutputError:
+        if not has_journal(out):  # no room for a line
+            _remove_empty(journal_of(out))
+        raise
     return {job.name: journal.digests[job.name] for job in jobs}

@@ -490,6 +490,10 @@ def test_a_process_that_gives_no_answer(plain, convert, tmp_path, monkeypatch, p
     ran = convert(*argv, "--verbatim")
     assert ran.code == 0, ran.err
     assert f"checked against: config only (transformers {why}" in ran.err
+    ran = convert("hf2fsdp", tmp_path / "out", tmp_path / "dcp")  # the next judges, in their order
+    assert (ran.code, f"checked against: manifest (transformers {why}" in ran.err) == (0, True), ran.err
+    ran = convert(*argv[:2], tmp_path / "again", "--config", base)
+    assert (ran.code, f"checked against: base (transformers {why}" in ran.err) == (0, True), ran.err
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ def test_a_folder_where_the_work_would_be_done_is_left_alone(model, convert, tmp
     assert (tmp_path / "out.partial/thesis.tex").read_text() == "precious"
 
 
+def test_a_name_that_is_too_long_while_the_work_is_done(model, convert, tmp_path):
+    """A file system has it, and not the `.partial` behind it."""
+    refused(convert("hf2megatron", model(), tmp_path / (250 * "n")), 7, "3 bytes too long a name", "a shorter one")
+    assert convert("hf2megatron", model(), tmp_path / (247 * "n")).code == 0
+
+
 def test_a_conversion_that_has_not_ended_is_named_where_its_output_is_read(convert, tmp_path):
     (tmp_path / "run.partial").mkdir()
     ran = convert("megatron2hf", tmp_path / "run", tmp_path / "out")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
 
+from converters.move import journal
 from converters.prove import resumed
 
 
@@ -52,3 +54,34 @@ def test_a_part_needs_a_manifest(convert, copy, model):
     next(copy.rglob("vitruvian.json")).unlink()
     ran = convert("verify", copy, "--part", "1/2")
     assert (ran.code, "compares with a manifest" in ran.err) == (2, True), ran.err
+
+
+def test_a_part_without_room_leaves_nothing(convert, copy, tmp_path, monkeypatch):
+    """Its journals had a name each, and no line; but what somebody else has put there stays."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    place = tmp_path / "copy.verify"
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write_all", full)
+        ran = convert("verify", copy, "--part", "1/2")
+        assert (ran.code, "No space left on device" in ran.err, place.exists()) == (7, True, False), ran.err
+        place.mkdir()
+        (place / "mine").write_text("mine")
+        assert convert("verify", copy, "--part", "1/2").code == 7
+        assert (place / "mine").read_text() == "mine"
+
+
+def test_empty_journals_are_none(convert, copy, tmp_path, monkeypatch):
+    """Those of a run that found a full disk: on one that is only read they kept a copy from being checked."""
+    place = tmp_path / "copy.verify"
+    place.mkdir()
+    for name in ("journal.jsonl", "journal-1-of-2.jsonl"):
+        (place / name).touch()
+
+    def read_only(*_: object, **__: object) -> None:
+        raise AssertionError("nothing is to be written")
+
+    monkeypatch.setattr(resumed, "open_journal", read_only)
+    assert convert("verify", copy).code == 0

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 import vitruvian
-from converters.library import watching
+from converters.library import watch_log, watching
 from formats.detect import commits
 from tests.faults.watch_storm import converted, storm
 
@@ -60,6 +60,46 @@ def test_what_is_complete_is_converted_once_and_kept_by_rule(convert, run, tmp_p
     assert lines(out)[-1] == ("step-1", "removed")
 
 
+def test_what_the_user_has_put_into_a_model_is_not_deleted(convert, run, tmp_path):
+    """`--keep` deletes what `--force` would."""
+    out = tmp_path / "out"
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
+    (out / "step-1/notes.txt").write_text("mine")
+    (out / "step-1/evals").mkdir()
+    (out / "step-1/evals/mmlu.json").write_text("{}")
+    for step in (3, 4):
+        shutil.copytree(run / "step-2", run / f"step-{step}", dirs_exist_ok=True)
+    ran = convert(*argv, "--keep", "1")
+    text = f"note: {out}/step-1 holds what no checkpoint has: evals/mmlu.json, notes.txt; --keep leaves it"
+    assert (ran.code, ran.err.count(text), ran.out.count(f"{out}/step-2: deleted")) == (75, 1, 1), ran.err
+    assert (out / "step-1/notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in out.iterdir()) == [".watch", "step-1", "step-4"]
+    assert vitruvian.verify(out / "step-1", run / "step-1").equal
+    ran = convert(*argv, "--keep", "1")
+    assert (ran.out, ran.err) == ("", ""), "it is said once"
+
+
+def test_a_model_of_an_earlier_save_is_told(model, convert, tmp_path):
+    """Not `converted`, which it was: the checkpoint is another one now."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    folder = run / "checkpoint-5"
+    argv = ("watch", run, "--out", out, "--once")
+    text = f"saved again since it was converted; move {out}/checkpoint-5 away to convert it again"
+    for name in ("llama", "qwen3"):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(model(name, "bfloat16"), folder)
+        (folder / "trainer_state.json").write_text("{}")
+        ran = convert(*argv)
+        assert (ran.code, text in ran.err) == (75, name == "qwen3"), ran.err
+    assert convert(*argv).err == "", "it is said once for each save"
+    assert convert(*argv, "-n").out == f"checkpoint-5: {text}\n"
+    (out / "checkpoint-5").rename(tmp_path / "old")
+    assert "digest" in convert(*argv).out
+    assert vitruvian.verify(out / "checkpoint-5", folder).equal
+    assert convert(*argv, "-n").out == "checkpoint-5: converted\n"
+
+
 def test_what_was_finished_before_a_kill_is_not_done_again(convert, run, tmp_path):
     """Between a model in its place and the line that says so; and a line that was cut short."""
     out = tmp_path / "out"
@@ -96,10 +136,10 @@ def test_what_was_begun_and_is_gone_is_ended(convert, run, tmp_path):
 
 
 def test_a_checkpoint_that_another_watcher_has_is_left_to_it(run, tmp_path):
-    watch = watching.Watch(run, tmp_path / "out")
-    watching.begin(watch)
+    watch = watch_log.Watch(run, tmp_path / "out")
+    watch_log.begin(watch)
     saved = commits.complete(run)[0]
-    with watching._claimed(watch, saved.folder.name) as mine, watching._claimed(watch, saved.folder.name) as other:
+    with watch_log.claimed(watch, saved.folder.name) as mine, watch_log.claimed(watch, saved.folder.name) as other:
         assert mine is not None
         assert other is None
         assert watching._convert(watch, saved, watching.Stop()) is None
@@ -127,10 +167,10 @@ def test_what_fails_is_told_and_does_not_stop_the_others(convert, run, tmp_path)
 
 def test_without_idle_time_a_watch_is_over_at_once(tmp_path, monkeypatch):
     """Also within the millisecond of the last line."""
-    watch = watching.Watch(tmp_path, tmp_path / "out", idle=0)
-    monkeypatch.setattr(watching.time, "time", lambda: 1795698657.3777)
-    watching.begin(watch)
-    assert watching.is_over(watch, watching.records(watch))
+    watch = watch_log.Watch(tmp_path, tmp_path / "out", idle=0)
+    monkeypatch.setattr(watch_log.time, "time", lambda: 1795698657.3777)
+    watch_log.begin(watch)
+    assert watching.is_over(watch, watch_log.records(watch))
 
 
 def test_a_line_of_the_log_that_is_damaged_is_named(convert, tmp_path):

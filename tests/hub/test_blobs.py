@@ -23,7 +23,7 @@ def flipped(path: Path) -> bytes:
     return content
 
 
-def test_what_was_downloaded_is_what_the_hub_has(push, env, converted, convert):
+def test_what_was_downloaded_is_what_the_hub_has(push, env, converted, convert, monkeypatch):
     """Weights by their SHA-256, other files by the SHA-1 of git."""
     assert push(converted, "acme/m").code == 0
     ran = finish(spawn(PULLED, "acme/m", env=env))
@@ -33,12 +33,17 @@ def test_what_was_downloaded_is_what_the_hub_has(push, env, converted, convert):
     weights = next(pulled.glob("*.safetensors"))
     ran = convert("verify", pulled)
     assert (ran.code, f"{count} files, each with the hash that the Hub has of it" in ran.out) == (0, True), ran.err
+    monkeypatch.setenv("HF_HUB_CACHE", str(pulled.parents[2]))
+    named = convert("verify", "acme/m")
+    found = f"note: acme/m is taken from the Hub's cache, revision {pulled.name}"
+    assert (named.code, named.out, found in named.err) == (0, ran.out, True), named.err
     assert [len(path.readlink().name) for path in (pulled / "config.json", weights)] == [40, 64]
     for path in (pulled / "config.json", weights):
         blob = path.resolve()
         content = flipped(blob)
         what = f"1 of {count} files of {pulled} are not what the Hub has, by the hashes in their names: {blob}"
         refused(convert("verify", pulled), 6, what, "download the model again")
+        refused(convert("verify", "acme/m"), 6, what, "download the model again")
         ran = convert("verify", pulled, "--json")
         facts = json.loads(ran.out)
         assert (ran.code, facts["equal"], facts["changed"], facts["blobs"]) == (6, False, [str(blob)], count)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import vitruvian
+from tests.forked import in_a_fork
 from vitruvian.transformers import ExportCallback
 
 
@@ -47,6 +48,22 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
     ):
         assert [alone.submit(model("llama")), alone.submit(model("llama"))] == [True, False]
     assert alone.results[0].error == ""
+
+
+def test_a_forked_process_is_told_that_nothing_exports_in_it(tmp_path):
+    """The launcher of a training makes the exporter, and forks its ranks."""
+    exporter = vitruvian.exporter(tmp_path / "hub")
+
+    def refusals() -> int:
+        count = 0
+        for ask in (lambda: exporter.submit(tmp_path), lambda: exporter.close(strict=True), lambda: exporter.results):
+            with pytest.raises(vitruvian.UsageError, match="from which this one was forked: nothing exports here"):
+                ask()
+            count += 1
+        return count
+
+    assert in_a_fork(refusals) == 3
+    assert exporter.close(strict=True) == []
 
 
 @pytest.mark.parametrize(

@@ -225,3 +225,63 @@ def test_each_package_says_that_it_has_types():
 def test_paths_may_be_text(model, tmp_path):
     vitruvian.convert(str(model("llama")), str(tmp_path / "out"))
     assert vitruvian.open(str(tmp_path / "out")).path == Path(tmp_path / "out")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_current_folder_may_change_meanwhile(model, tmp_path, monkeypatch, threads):
+    """As hydra does: a relative OUT is where the call began, and one of its name in the other folder stays."""
+    other = tmp_path / "other"
+    vitruvian.convert(model("llama-tied", "bfloat16"), other / "run", to="megatron")
+    before = files(other)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model("llama", "bfloat16"))
+    done = vitruvian.convert(
+        "model", "run", to="megatron", threads=threads, force=True, progress=lambda *_: os.chdir(other)
+    )
+    assert done.out == tmp_path / "run"
+    assert vitruvian.verify(tmp_path / "run").digest == vitruvian.digest(model("llama", "bfloat16")).digest
+    assert files(other) == before
+
+
+def test_the_current_folder_may_be_gone(model, tmp_path, monkeypatch):
+    """Whole paths need none, and nothing else can be meant."""
+    source = model("llama", "bfloat16")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = vitruvian.convert(source, tmp_path / "run", to="megatron", tp=2)
+    assert vitruvian.verify(tmp_path / "run", source).digest == done.digest
+    assert vitruvian.plan(source, to="fsdp").nbytes > 0
+    assert len([*vitruvian.open(tmp_path / "run").tensors()]) == len(vitruvian.open(source)["huggingface"])
+    with vitruvian.exporter(tmp_path / "hub") as exporter:
+        exporter.submit(source)
+    assert exporter.results[0].digest == done.digest
+    for call in (lambda: vitruvian.convert(source, "out"), lambda: vitruvian.exporter("hub")):
+        with pytest.raises(vitruvian.UsageError, match="the current folder no longer exists"):
+            call()
+
+
+def test_a_command_whose_current_folder_is_gone(model, tmp_path, monkeypatch, convert):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert convert("plan", model(), "--to", "megatron").code == 0
+    assert convert("hf2megatron", model(), tmp_path / "run").code == 0
+    ran = convert("hf2megatron", model(), "run")
+    assert (ran.code, "run: the current folder no longer exists" in ran.err) == (7, True), ran.err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("p\0q", "is no(t a)? path"), (300 * "n", "File name too long"), ("a/" * 3000, "File name too long")],
+)
+def test_names_that_no_folder_has(model, name, message):
+    for call in (
+        lambda: vitruvian.convert(model(), name, to="megatron"),
+        lambda: vitruvian.open(name),
+        lambda: vitruvian.digest(name),
+        lambda: vitruvian.exporter(name),
+        lambda: vitruvian.open(model(), config=name),
+    ):
+        with pytest.raises(vitruvian.UsageError, match=message):
+            call()

@@ -15,6 +15,8 @@ import torch
 from safetensors import safe_open
 
 import vitruvian
+from converters.move.scratch import Scratch
+from tests.forked import in_a_fork
 from tests.golden.cases import TOPOLOGIES
 from tests.optimizers import add_optimizer
 from vitruvian import VitruvianError
@@ -305,6 +307,35 @@ def test_damage_is_found_when_it_is_read(model, tmp_path):
     with pytest.raises(vitruvian.DamagedError, match="mp_rank_01"):
         for _ in vitruvian.open(run).tensors():
             pass
+
+
+def test_a_fork_has_none_of_the_threads_that_read(model):
+    """Tensors that its parent has begun to read are refused there; a view is read, and closed."""
+    checkpoint = vitruvian.open(model("llama", "bfloat16"))
+    began, closed, view = (checkpoint.tensors(), checkpoint.tensors(), checkpoint["huggingface"])
+    for tensors in (began, closed):
+        next(tensors)
+
+    def read() -> int:
+        with pytest.raises(vitruvian.UsageError, match=r"threads of process \d+ read these tensors"):
+            next(began)
+        closed.close()
+        return len(view["model.norm.weight"].numpy()) + len([*checkpoint.tensors()])
+
+    count = len([*checkpoint.tensors()])
+    assert in_a_fork(read) == len(view["model.norm.weight"]) + count
+    assert len([*began]) == count - 1
+
+
+def test_a_fork_leaves_the_chunks_that_its_parent_has_decoded(tmp_path):
+    """A view that a forked process drops or closes at its end."""
+    scratch = Scratch(tmp_path)
+    decoded = scratch.folder / "chunk"
+    decoded.touch()
+    assert in_a_fork(lambda: scratch.close() or 0) == 0
+    assert decoded.exists()
+    scratch.close()
+    assert not decoded.exists()
 
 
 def test_a_view_keeps_memory_small(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -43,6 +44,7 @@ from formats.errors import (
     SourceError,
     UnsupportedError,
     VerificationError,
+    count,
     some,
 )
 from formats.model.spec import Verbatim, differences
@@ -55,8 +57,7 @@ FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 """Suffixes that no folder of a checkpoint has."""
 STATE_FILE = ".pt"
 """The suffix of small files that hold the state of a training."""
-LONGEST_NAME = 255
-"""Bytes that the name of a file may have (NAME_MAX, linux/limits.h)."""
+CHANGED = "a file of the source, or an attribute of it, was changed since"
 ANEW = "what was written is deleted, the same command starts over"
 
 
@@ -224,6 +225,8 @@ def _execute(
     """
     every = [*jobs]
     todo = _unfinished(every, journal)
+    if (again := sum(job.name in journal.stale for job in todo)) and not request.quiet:
+        sys.stderr.write(f"note: {count(again, 'tensor is', 'tensors are')} done again: {CHANGED}\n")
     remaining, whole = (sum(job.nbytes for job in each) for each in (todo, every))
     to_verify = whole if request.verify and not part else 0
     with Progress("converting", remaining, request.quiet, request.tell, whole - remaining, to_verify) as progress:
@@ -298,9 +301,6 @@ def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = (
         raise OutputError(f"OUT is a folder, and {out} is named like a file", f"name it {out.with_suffix('')}")
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
-    if (length := len(os.fsencode(request.staging.name))) > LONGEST_NAME:
-        text = f"OUT is written as {request.staging.name} first, which is {length - LONGEST_NAME} bytes too long a name"
-        raise OutputError(text, "choose a shorter one")
     check_apart(source, request, others)
     _check_free(request)  # last, as it offers --force
 

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-UNBROKEN = re.compile(r"[^\s/]{256,}")
-"""What is no name of a file (255 bytes at most), but of a tensor or a key, from a file that says anything."""
+UNBROKEN = re.compile(r"\S{4096,}|[^\s/]{256,}")
+"""What is no path (4095 bytes at most) and no name of a file (255 bytes), but of a tensor or a key, from a file that
+says anything."""
 
 
 def _cut(name: re.Match[str]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.deepspeed import MDS, NEOX, ZERO
+from formats.disk.handle import dangling
 from formats.errors import RefusedError, SourceError, some
 from formats.format import Format
 from formats.fsdp import FSDP
@@ -84,7 +85,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
 
     try:
         if not path.exists():
-            raise SourceError(f"{path} does not exist", downloaded(path))
+            raise SourceError(dangling(path) or f"{path} does not exist", downloaded(path))
         if not path.is_dir():
             signs.check_unknown(path)
             hint = f"name its folder: {path.parent}" if is_known(path.parent) else ""
@@ -127,6 +128,9 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         )
     for folder in _folders(path):
         signs.check_unknown(folder)
+    broken = [said for name in entries if (said := dangling(path / name))]
+    if broken:
+        raise SourceError(f"{path} is not a checkpoint of a known format: {broken[0]}", "download or copy it again")
     raise SourceError(
         f"{path} is not a checkpoint of a known format; it contains {some(entries, 6) or 'nothing'}",
         "`convert formats` lists what is read",

@@ -52,7 +52,7 @@ def folder_of(path: Path) -> ResolvedFolder:
         NetworkError: the Hub cannot be reached.
     """
     text = str(path)
-    if text.partition(":/")[0] in STORES:
+    if scheme_of(path) in STORES:
         from converters.remote.path import remote
 
         return ResolvedFolder(remote(path))
@@ -125,13 +125,19 @@ def _on_hub(address: str, below: str) -> ResolvedFolder:
     return ResolvedFolder(folder, f"{address} is read from the Hub, revision {commit}")
 
 
+def scheme_of(path: Path) -> str:
+    """The scheme of an address in a store, such as `s3`; empty for a path without one."""
+    scheme, address, _ = str(path).partition(":/")
+    return scheme if address else ""
+
+
 def place_of(path: Path) -> Path:
     """The place of an output: a folder, or a path in a store.
 
     Raises:
         UsageError: the path is an address that nothing can be written to.
     """
-    scheme = str(path).partition(":/")[0]
+    scheme = scheme_of(path)
     if scheme in ("http", "https"):
         raise UsageError(
             f"{path} can be read, and not written", "OUT is a folder, s3://…, gs://…, az://… or hf://ORG/NAME"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from converters.common.disk_space import require_space
 from converters.common.manifest import check_manifest
 from converters.common.progress import Progress
 from converters.convert import (
+    CHANGED,
     Drifted,
     check_apart,
     check_replaceable,
@@ -39,7 +41,7 @@ from converters.delivery.receivers import Receiver, receiver_of
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import execute
-from converters.move.journal import fingerprint, open_journal, whose
+from converters.move.journal import conversion_of, fingerprint, open_journal, whose
 from converters.move.scratch import room_for
 from converters.move.source_checks import SourceChecks, Verdict
 from converters.move.staging import disk
@@ -278,10 +280,18 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
         lock(handle, staging)
         mine = True
         head, *lines = (staging / RECORD).read_bytes().splitlines(keepends=True) or [b""]
-        if head.strip() and head != f"{mark}\n".encode() and not request.force:
-            text = f"{staging} holds the beginnings {whose([head.decode(errors='replace')])}"
-            raise OutputError(text, f"remove {staging}, or start over with --force")
-        sent = Sent(handle, resumed=head == f"{mark}\n".encode())
+        begun = conversion_of(head.decode(errors="replace").strip())
+        if begun and begun != conversion_of(mark) and not request.force:
+            raise OutputError(
+                f"{staging} holds the beginnings {whose([begun])}", f"remove {staging}, or start over with --force"
+            )
+        sent = Sent(handle, resumed=begun == conversion_of(mark))
+        if sent.resumed and head != f"{mark}\n".encode():
+            if lines and not request.quiet:
+                sys.stderr.write(f"note: what was sent is sent again: {CHANGED}\n")
+            os.ftruncate(handle, 0)
+            head, lines = f"{mark}\n".encode(), []
+            write_all(handle, head)
         length = len(head)
         for line in lines if sent.resumed else ():
             if not line.endswith(b"\n"):

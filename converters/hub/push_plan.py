@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from converters.assets.trusted import refusal_reason, require_inside
-from converters.common.hub_names import STORES
+from converters.common.hub_names import STORES, scheme_of
 from converters.hub import model_card
 from converters.hub.files import File
 from formats.disk.threads import Threads
@@ -80,7 +80,7 @@ def plan_push(
     check_names(repo, base_model)
     if create_pr and revision not in (None, MAIN):
         raise UsageError("--create-pr and --revision exclude each other: a pull request is always one to main")
-    if str(folder).partition(":/")[0] in STORES:
+    if scheme_of(folder) in STORES:
         raise UsageError(
             f"{folder} is in a store, and a push sends a folder of this machine", "convert into hf://ORG/NAME"
         )

@@ -34,6 +34,8 @@ class Descriptors:
         """Open handles in the order of their use, the latest last."""
         self.used: dict[_Key, int] = {}
         self.fresh: set[_Key] = set()
+        self.outputs: set[Path] = set()
+        """Files that were opened to be written."""
         self.lock = threading.Lock()
 
     @contextmanager
@@ -41,8 +43,8 @@ class Descriptors:
         """The handle of a file, which stays open while the context is entered.
 
         Raises:
-            OutputError: a file that is to be written cannot be opened.
-            SourceError: a file that is to be read cannot be opened.
+            OutputError: a file of the output cannot be opened, to be written or read again.
+            SourceError: another file cannot be opened.
         """
         with self._used((path, writable)) as fd:
             try:
@@ -86,6 +88,7 @@ class Descriptors:
 
     def _opened(self, key: _Key) -> Handle:
         path, writable = key
+        self.outputs |= {path} if writable else set()
         while len(self.held) >= self.most:
             idle = next((candidate for candidate in self.held if candidate not in self.used), None)
             if idle is None:
@@ -99,7 +102,8 @@ class Descriptors:
             # what another node has put there meanwhile (Linux 6, fs/nfs/file.c and write.c).
             return os.open(path, os.O_WRONLY) if writable else open_handle(path)
         except OSError as error:
-            raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}", hint_of(error)) from None
+            kind = OutputError if path in self.outputs else SourceError
+            raise kind(f"{path}: {error.strerror}", hint_of(error)) from None
 
 
 def _sync(handle: Handle) -> None:

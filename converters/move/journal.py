@@ -6,8 +6,10 @@ the data that it records was forced to disk. Each line ends with its CRC-32: a l
 after it are ignored; if it is the first line, nothing tells which conversion the journal is of, and it is refused.
 
 A conversion can be split over processes on any nodes: each does a share, with a journal of its own beside the common
-one, and a job is done if any journal records it. A process that does all jobs locks the common journal exclusively,
-processes with a share lock it shared: so shares run at the same time, and never while the process that finishes runs.
+one, and a job is done if any journal records it. Where a file of the source was changed since a journal was begun, if
+only in its attributes, nothing that it records counts. A process that does all jobs locks the common journal
+exclusively, processes with a share lock it shared: so shares run at the same time, and never while the process that
+finishes runs.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ OLDER = "the journal is of an older version"
 """Stands for a fingerprint without a checksum, which lines of journals had not in the beginning."""
 UNSEALED = re.compile(rb"(vitruvian 1 [0-9a-f]{64}|average-norms|the source is damaged)\n")
 """The first line of a journal without checksums."""
-KIND, OLDER_KINDS = "vitruvian 2 ", ("vitruvian 1 ",)
+KIND, OLDER_KINDS = "vitruvian 3 ", ("vitruvian 2 ", "vitruvian 1 ")
 """The beginning of a fingerprint, and of those that older versions made of other facts."""
+AT = " at "
+"""Stands between what identifies a conversion and a hash of when the files of its source were changed last."""
 WHOSE = {
     SPOILED: "of a conversion whose source is damaged",
     DAMAGED: "of a conversion whose journal is damaged",
@@ -57,12 +61,16 @@ WHOSE = {
 
 
 class Done(NamedTuple):
-    """The contents of a journal: fingerprint, finished jobs and sound entries; and how many bytes are whole lines."""
+    """The contents of a journal: fingerprint, finished jobs and sound entries; and how many bytes are whole lines.
+
+    `stale` are jobs that were finished before a file of the source was changed, and have to be done again.
+    """
 
     head: str
     digests: dict[str, str]
     sound: set[str]
     length: int
+    stale: frozenset[str] = frozenset()
 
 
 class Share(NamedTuple):
@@ -101,11 +109,13 @@ class Journal:
     Attributes:
         digests: the digest of each finished job by its name, those of earlier runs too.
         sound: the entries of the source's archives that earlier runs found sound.
+        stale: jobs that earlier runs finished before a file of the source was changed.
         locks: locked descriptors, which keep other conversions out as long as any process has them open.
     """
 
     def __init__(self, locks: tuple[int, ...], done: Done, every: float) -> None:
         self.locks, self.digests, self.sound, self.every = locks, done.digests, done.sound, every
+        self.stale = done.stale
         self.handle = locks[-1]
         self.fresh: list[tuple[str, str]] = []
         self.lock = threading.Lock()
@@ -241,12 +251,14 @@ def _resume(
     new = share is not None and not own_entries.length
     if new:
         _begin(handle, fingerprint)  # before the others are read: of two conversions at a time one sees the other
-    others = [path for path in staging.glob(JOURNALS) if path != own]
-    every = [own_entries, *(_entries(path.read_bytes()) for path in others)]
-    finished = {name: digest for entries in every for name, digest in entries.digests.items()}
-    sound = {name for entries in every for name in entries.sound}
-    heads = {entries.head for entries in every if entries.head}
-    if heads - {fingerprint} and (share or not force):
+    others = {path: _entries(path.read_bytes()) for path in staging.glob(JOURNALS) if path != own}
+    every = [own_entries, *others.values()]
+    current = [entries for entries in every if entries.head == fingerprint]
+    finished = {name: digest for entries in current for name, digest in entries.digests.items()}
+    sound = {name for entries in current for name in entries.sound}
+    stale = frozenset(name for entries in every for name in entries.digests if name not in finished)
+    heads = {conversion_of(entries.head) for entries in every if entries.head}
+    if heads - {conversion_of(fingerprint)} and (share or not force):
         if new:
             os.ftruncate(handle, 0)
         hint = f"remove {staging}" + (", or start over with --force" if share is None else "")
@@ -257,7 +269,7 @@ def _resume(
             raise OutputError(
                 f"{staging} lacks files that its journals speak of", "the same command without --part starts over"
             )
-    elif heads != {fingerprint} or not whole:
+    elif heads != {conversion_of(fingerprint)} or not whole:
         if (staging / "out").exists():
             shutil.rmtree(staging / "out")
         for path in others:
@@ -265,9 +277,18 @@ def _resume(
         os.ftruncate(handle, 0)
         _begin(handle, fingerprint)
         return Done(fingerprint, {}, set(), 0)
-    if share is None and not own_entries.length:
+    else:
+        for path in [path for path, entries in others.items() if entries.head != fingerprint]:
+            path.unlink()
+    if not new and own_entries.head != fingerprint:
+        os.ftruncate(handle, 0)
         _begin(handle, fingerprint)
-    return Done(fingerprint, finished, sound, own_entries.length)
+    return Done(fingerprint, finished, sound, own_entries.length, stale)
+
+
+def conversion_of(fingerprint: str) -> str:
+    """What of a fingerprint identifies the conversion, without when the files of its source were changed last."""
+    return fingerprint.partition(AT)[0]
 
 
 def whose(heads: Collection[str]) -> str:
@@ -321,6 +342,8 @@ def fingerprint(plan: Plan, replicas: str) -> str:
     """A hash that identifies a conversion: what is read from which files, the target's layout, casts, replica policy.
 
     It is made of what decides bytes. Sentences, such as notes and reasons, may be others in the next version.
+    Behind `AT` is a hash of the ctimes of the source's files. Every change of their bytes or attributes sets these, and
+    no program can set them back, as it can the times in the first part, whose samples are not all bytes.
 
     Raises:
         SourceError: a file of the source cannot be read.
@@ -330,6 +353,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
         [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, sample]
         for path, sample in zip(paths, samples_of(paths), strict=True)
     ]
+    changed = [path.stat().st_ctime_ns for path in paths]
     files = plan.target.files if plan.target else ()
     target = [
         [str(file.path), file.size, [(placed.slot.place, placed.key, placed.slot.layer) for placed in file.tensors]]
@@ -359,7 +383,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
             )
             line += f" {computed}{divisor}{chunk}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
-    return KIND + facts.hexdigest()
+    return f"{KIND}{facts.hexdigest()}{AT}{blake3(json.dumps(changed).encode()).hexdigest()}"
 
 
 def _line(job: Job) -> str:

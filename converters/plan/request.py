@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from formats.errors import OutputError
 
 COMMIT_SECONDS = 0.25
 """Seconds of work that a killed run may lose, after which finished work is forced to disk."""
-
-
+LONGEST_NAME = 255
+"""Bytes that the name of a file may have (NAME_MAX, linux/limits.h)."""
 LEAST_MEMORY, EACH_MEMORY = 16 << 20, 4 << 20
 """Default bytes of all buffers: the least, and those for each thread where there are many."""
 LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -121,14 +122,18 @@ class Request:
         """The folder of an unfinished output: beside OUT; in the current folder, if OUT is in an object store.
 
         Raises:
-            OutputError: it would be in a current folder that was deleted.
+            OutputError: it would be in a current folder that was deleted, or its name would be too long.
         """
         if is_remote(self.place):
             here = current_folder()
             if here is None:
                 raise OutputError(f"{self.out} is prepared in the current folder: {GONE}", "cd to another one")
             return here / (re.sub(r"[^\w.@-]+", "-", str(self.place)) + ".partial")
-        return self.place.with_name(self.place.name + ".partial")
+        name = self.place.name + ".partial"
+        if (length := len(os.fsencode(name))) > LONGEST_NAME:
+            text = f"OUT is written as {name} first, which is {length - LONGEST_NAME} bytes too long a name"
+            raise OutputError(text, "choose a shorter one")
+        return self.place.with_name(name)
 
     @property
     def root(self) -> Path:

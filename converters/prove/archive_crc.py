@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from formats.disk.handle import opened, pread, size_of
+from formats.disk.handle import dangling, opened, pread, size_of
 from formats.disk.threads import Threads
 from formats.errors import SourceError
 from formats.torch_files.archive import members_of
@@ -43,9 +43,8 @@ def archives(folder: Path) -> list[Path]:
         SourceError: a file is a broken link.
     """
     paths = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
-    broken = next((path for path in paths if path.is_symlink() and not path.exists()), None)
-    if broken:
-        raise SourceError(f"{broken} is a link to {broken.readlink()}, which is not there")
+    if broken := next(filter(None, map(dangling, paths)), ""):
+        raise SourceError(broken)
     return [path for path in paths if path.is_file()]
 
 

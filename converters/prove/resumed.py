@@ -11,7 +11,7 @@ from blake3 import blake3
 from converters.common.atomic import stoppable
 from converters.move.blocks import Files
 from converters.move.engine import execute
-from converters.move.journal import JOURNAL, JOURNALS, Share, fingerprint, open_journal
+from converters.move.journal import AT, JOURNAL, JOURNALS, Share, fingerprint, open_journal
 from converters.plan.plan import Plan
 from converters.plan.request import COMMIT_SECONDS, Limits
 from formats.errors import OutputError
@@ -49,7 +49,8 @@ def digests(
     """
     files = sorted({part.fragment.path for job in plan.reads for part in job.sources})
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    mark = blake3(f"{fingerprint(plan, limits.replicas)} {stats}".encode(errors="surrogateescape")).hexdigest()
+    facts, _, changed = fingerprint(plan, limits.replicas).partition(AT)
+    mark = blake3(f"{facts} {stats}".encode(errors="surrogateescape")).hexdigest() + AT + changed
     jobs = share.jobs(plan.jobs) if share else [*plan.jobs]
     opened = open_journal(journal_of(out), mark, (), share, force=True, every=COMMIT_SECONDS)
     try:

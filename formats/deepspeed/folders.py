@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from formats.disk.handle import dangling
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.torch_files.saved_names import LAYER, MODEL, MODEL_OF_STAGE_3
 
@@ -102,11 +103,9 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     present = f"present: {', '.join(names[-8:]) or 'no tag at all'}"
     if tag is None:
         tracker = next((path / name for name in TRACKERS if (path / name).is_file()), None)
-        broken = next((path / name for name in TRACKERS if (path / name).is_symlink()), None)
-        if tracker is None and broken is not None:
-            raise SourceError(
-                f"{broken} is a link to {broken.readlink()}, which is not there", f"name a tag with --tag; {present}"
-            )
+        broken = next(filter(None, (dangling(path / name) for name in TRACKERS)), "")
+        if tracker is None and broken:
+            raise SourceError(broken, f"name a tag with --tag; {present}")
         if tracker is None:
             raise OptionNeededError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
         with tracker.open("rb") as file:
@@ -116,8 +115,8 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
         named_by = "--tag says"
     if not tag.isprintable() or Path(tag).name != tag or tag in ("", "..") or len(tag) > 255:
         raise SourceError(f"{named_by} {short(tag)}, which is not a folder name", present)
-    if (path / tag).is_symlink() and not (path / tag).exists():
-        raise SourceError(f"{path / tag} is a link to {(path / tag).readlink()}, which is not there", present)
+    if broken := dangling(path / tag):
+        raise SourceError(broken, present)
     if not (path / tag).is_dir():
         raise SourceError(f"{named_by} {tag}, which is not in {path}", present)
     if not holds(path / tag):

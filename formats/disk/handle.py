@@ -49,6 +49,13 @@ def close_handle(handle: Handle) -> None:
         handle.close()
 
 
+def dangling(path: Path) -> str:
+    """What to say of a link that leads nowhere, as in half a copy of the Hub's cache; empty for any other path."""
+    return (
+        f"{path} is a link to {path.readlink()}, which is not there" if path.is_symlink() and not path.exists() else ""
+    )
+
+
 def is_remote(path: Path) -> bool:
     """Whether a path is of a store, not of the disk."""
     return hasattr(path, "ranges")

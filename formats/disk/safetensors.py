@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.disk.chunks import Chunk
-from formats.disk.handle import Handle, opened, read_at
+from formats.disk.handle import Handle, dangling, opened, read_at
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, short
 
@@ -177,7 +177,7 @@ def file_size(path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise SourceError(f"{path}: {error.strerror}") from None
+        raise SourceError(dangling(path) or f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
         raise SourceError(f"{path} is not a regular file")
     return status.st_size

@@ -23,7 +23,7 @@ from formats.model.checks import checked, require_same_settings
 from formats.model.codec import Codec, Context, Spelled, read, rows
 from formats.model.settings import corrected
 from formats.model.spec import ModelSpec
-from formats.model.values import positive_float, positive_int, some_layers
+from formats.model.values import is_finite, is_positive, positive_float, positive_int, some_layers
 
 FAMILIES = ("olmo2", "olmo3")
 """The families that OLMo-core trains under its own tensor names; the second has windows."""
@@ -78,7 +78,7 @@ def _scaling(_: Spelled, context: Context) -> dict[str, Any] | None:
     """The rotary scaling of all layers without a window, in the terms of Hugging Face; None if there is none.
 
     Raises:
-        SourceError: the scaling lacks a value, or has a wrong one.
+        SourceError: the scaling lacks a value, or has one that is no finite number or of no such scaling.
         UnsupportedError: a layer with a window has a scaling, layers differ, or the scaling is of an unknown kind.
     """
     windows, scalings = _windows(context), []
@@ -86,6 +86,10 @@ def _scaling(_: Spelled, context: Context) -> dict[str, Any] | None:
         given = {key.removeprefix(f"{SCALING}."): value for key, value in block.items() if key.startswith(SCALING)}
         if window and given:
             raise UnsupportedError(f"{context.where}: {SCALING} in layer {layer}, which has a window, is not supported")
+        wrong = [key for key, value in given.items() if key not in (CLASS, SCALING) and not is_finite(value)]
+        if wrong:
+            said = f"{SCALING}.{wrong[0]} = {short(given[wrong[0]])}"
+            raise SourceError(f"{context.where} says {said} in layer {layer}, it should be a finite number")
         scalings += [] if window else [given]
     if any(scaling != scalings[0] for scaling in scalings):
         raise UnsupportedError(f"{context.where}: {SCALING} differs between layers")
@@ -96,7 +100,10 @@ def _scaling(_: Spelled, context: Context) -> dict[str, Any] | None:
         rescaled = "" if kind not in SCALINGS else f" with attention_rescale_factor = {short(rescale)}"
         raise UnsupportedError(f"{context.where}: {SCALING} by {kind}{rescaled} is not supported")
     try:
-        return SCALINGS[kind](scalings[0])
+        scaling = SCALINGS[kind](scalings[0])
+        if not all(is_positive(value) for key, value in scaling.items() if key != "rope_type"):
+            raise ValueError(scaling)
+        return scaling
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         values = ", ".join(f"{key} = {short(value)}" for key, value in scalings[0].items())
         raise SourceError(f"{context.where} says {SCALING} with {values}, which is no {kind}") from None

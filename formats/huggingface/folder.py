@@ -189,7 +189,8 @@ def read_files(path: Path) -> dict[str, Fragment]:
     for name, tensors in by_file.items():
         for key, fragment in tensors.items():
             if weight_map is not None and weight_map.get(key) != name:
-                raise SourceError(f"{path / name} holds {key}, which {index} places in {weight_map.get(key)}")
+                placed = f"places in {weight_map[key]}" if key in weight_map else "does not list"
+                raise SourceError(f"{path / name} holds {key}, which {index} {placed}")
             fragments[key] = fragment
     missing = [key for key in weight_map or {} if key not in fragments]
     if weight_map and missing:

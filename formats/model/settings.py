@@ -20,7 +20,7 @@ from shlex import quote
 from typing import Any
 
 from formats.errors import SourceError, UsageError, short
-from formats.model.values import KINDS
+from formats.model.values import KINDS, ROTARY
 
 
 def choice(fixed: Any = None, *, needed: bool = True) -> Any:
@@ -265,13 +265,6 @@ NEEDED = tuple(part.name for part in fields(Parts) if part.metadata.get("needed"
 LISTS = tuple(name for name, kind in TYPES.items() if kind == "tuple[int, ...]")
 """The settings that are lists of layers of the model."""
 EXPERTS = tuple(part.name for part in fields(Experts))
-ROTARY = {
-    "rope_type", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "truncate", "short_factor", "long_factor", "short_mscale", "long_mscale", "low_freq_factor",
-    "high_freq_factor", "alpha", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned",
-}  # fmt: skip
-"""What `rope_scaling` may hold: what transformers 5.23.0 reads (modeling_rope_utils.py, and the classes of models), or
-takes without reading it. Base and fraction are settings of their own."""
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
@@ -320,10 +313,12 @@ def _require_possible(name: str, value: Any, setting: str) -> None:
             KINDS[kind](value, name, "--set")
         elif not (isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)):
             raise SourceError(name)
-    except SourceError:
+    except SourceError as error:
+        if kind == MAP and isinstance(value, dict) and isinstance(value.get("rope_type"), str):
+            raise UsageError(str(error)) from None
         hint = _spelled(name, value) if kind == MAP else ""
         raise UsageError(f"--set {setting}: {name} is {WORDS[kind]}, not {short(value)}", hint) from None
-    if strange := sorted({*value} - ROTARY) if kind == MAP else []:
+    if strange := sorted({*value} - {*ROTARY}) if kind == MAP else []:
         own = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_fraction"}.get(strange[0])
         hint = f"--set {own}={shown(value[strange[0]])}" if own else f"known: {', '.join(sorted(ROTARY))}"
         raise UsageError(f"--set {name}: no rotary embedding has {short(strange[0])}", hint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from formats.errors import SourceError, short
 
@@ -13,6 +13,16 @@ MOST = 2**31
 """The largest size that is accepted; larger sizes are no model, and would only exhaust memory."""
 LARGEST = 1e30
 """Upper bound of settings that are not integers."""
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number; True is none."""
+    return type(value) in (int, float) and abs(value) < LARGEST
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    return is_finite(value) and value > 0 and 0 < float(value) < LARGEST  # float(10**30) is above 10**30
 
 
 def equal(value: Any, known: Any) -> bool:
@@ -35,8 +45,7 @@ def positive_int(value: Any, name: str, where: str) -> int:
 def positive_float(value: Any, name: str, where: str) -> float:
     """A finite number above 0. Raises what `positive_int` raises."""
     _require(value, name, where)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < LARGEST or not 0 < float(value) < LARGEST:  # float(10**30) is above 10**30
+    if not is_positive(value):
         raise _wrong(value, name, where)
     return float(value)
 
@@ -57,12 +66,47 @@ def text(value: Any, name: str, where: str) -> str:
     return value
 
 
+class Possible(NamedTuple):
+    """What a value may be: a test of it, and its words in a sentence."""
+
+    test: Callable[[Any], bool]
+    words: str
+
+
+POSITIVE = Possible(is_positive, "a finite number above 0")
+FROM_ZERO = Possible(lambda value: is_finite(value) and value >= 0, "a finite number, and not negative")
+TRUTH = Possible(lambda value: type(value) is bool, "true or false")
+NUMBERS = Possible(lambda value: type(value) is list and all(map(is_positive, value)), "a list of numbers above 0")
+ROTARY = {
+    "rope_type": Possible(lambda value: isinstance(value, str), "a name"),
+    "factor": POSITIVE, "original_max_position_embeddings": POSITIVE, "attention_factor": POSITIVE,
+    "beta_fast": FROM_ZERO, "beta_slow": FROM_ZERO, "mscale": FROM_ZERO, "mscale_all_dim": FROM_ZERO, "truncate": TRUTH,
+    "short_factor": NUMBERS, "long_factor": NUMBERS, "short_mscale": POSITIVE, "long_mscale": POSITIVE,
+    "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "alpha": POSITIVE, "llama_4_scaling_beta": FROM_ZERO,
+    "mrope_section": NUMBERS, "mrope_interleaved": TRUTH, "finetuned": TRUTH,
+}  # fmt: skip
+"""What `rope_scaling` may hold, and as which values besides null. It is what transformers 5.23.0 reads
+(modeling_rope_utils.py, and the classes of models), or takes without reading it. Base and fraction are settings of
+their own."""
+ELSE = Possible(
+    lambda value: isinstance(value, str | list | bool) or is_finite(value),
+    "a text, a finite number, true, false or a list",
+)
+"""Values of a key that is in no class which is known here."""
+
+
 def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
     """A map of rotary settings with a `rope_type`. Raises what `positive_int` raises."""
-    kinds = (str, int, float, list, type(None))
     known = isinstance(value, dict) and len(value) <= 50 and isinstance(value.get("rope_type"), str)
-    if not known or not all(isinstance(key, str) and isinstance(item, kinds) for key, item in value.items()):
+    if not known or not all(isinstance(key, str) for key in value):
         raise _wrong(value, name, where, "none")
+    for key, item in value.items():
+        possible = ROTARY.get(key, ELSE)
+        if item is not None and not possible.test(item):
+            raise SourceError(
+                f"{where} says {key[:80]} = {short(item)} in its rotary settings, it should be {possible.words}",
+                f"correct it; --set {name}=none is for a model whose rotary embeddings are not scaled",
+            )
     return dict(value)
 
 

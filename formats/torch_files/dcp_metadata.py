@@ -150,11 +150,24 @@ def _read(file: Path, *_: int) -> Metadata:
         raise SourceError(f"{file} holds no metadata of torch.distributed.checkpoint")
     state: dict[str, Any] = value.state
     try:
-        planner = {name: tuple(map(str, path)) for name, path in (state.get("planner_data") or {}).items()}
+        planner = _paths(file, state.get("planner_data") or {})
         stored = _stored(file, state.pop("storage_data"), rows.texts.strings)
         return _joined(file, state["state_dict_metadata"], stored, planner)
     except DAMAGE:
         raise SourceError(f"{file} is damaged, or of a version that is not known") from None
+
+
+def _paths(file: Path, planner_data: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:
+    """The path of each key. Torch joins it to the key, numbers of lists too (_nested_dict.py `flatten_state_dict`).
+
+    Raises:
+        SourceError: a path is that of another key.
+    """
+    paths = {name: tuple(map(str, path)) for name, path in planner_data.items()}
+    for name, path in paths.items():
+        if ".".join(path) != name:
+            raise SourceError(f"{file} contradicts itself: {short(name)} has the path of {short('.'.join(path))}")
+    return paths
 
 
 def _content(file: Path) -> Bytes:
@@ -228,6 +241,7 @@ def _path(folder: Path, name: str) -> Path:
 
 def _joined(file: Path, described: dict[str, Any], stored: _Stored, planner: Mapping[str, tuple[str, ...]]) -> Metadata:
     """The metadata, made of the described tensors and objects and of their extents."""
+    _require_apart(file, stored)
     ends = np.zeros(len(stored.paths), np.int64)
     np.maximum.at(ends, stored.file, stored.start + stored.length)
     order = np.argsort(stored.name, kind="stable")
@@ -250,6 +264,23 @@ def _joined(file: Path, described: dict[str, Any], stored: _Stored, planner: Map
         path, transforms = stored.paths[stored.file[at]], stored.transforms.get(at, ())
         extents[name] = Item((), path, int(stored.start[at]), int(stored.length[at]), transforms)
     return Metadata(tensors, items, objects, extents, planner, dict(zip(stored.paths, ends.tolist(), strict=True)))
+
+
+def _require_apart(file: Path, stored: _Stored) -> None:
+    """Check that no two items share bytes: torch writes each by itself (filesystem.py `_write_files_from_queue`).
+
+    Raises:
+        SourceError: two items share bytes.
+    """
+    order = np.lexsort((stored.start, stored.file))
+    order = order[stored.length[order] > 0]
+    files, starts = stored.file[order], stored.start[order]
+    shared = (files[1:] == files[:-1]) & (starts[1:] < (starts + stored.length[order])[:-1])
+    if shared.any():
+        at = int(shared.argmax())
+        first, second = (short(stored.names[stored.name[order[i]]]) for i in (at, at + 1))
+        place = f"from byte {starts[at + 1]} of {stored.paths[files[at]]} on"
+        raise SourceError(f"{file} contradicts itself: {first} and {second} share bytes, {place}")
 
 
 def _boxes(file: Path, chunks: Sequence[Any]) -> Ints:

@@ -1135,6 +1135,15 @@ def test_an_error_has_the_beginning_of_a_long_name(hf, convert, tmp_path):
     assert len(ran.err) < 1000
 
 
+@pytest.mark.parametrize("command", [("digest",), ("inspect",), ("hf2hf", "{hf}"), ("digest", "{hf}", "--config")])
+def test_an_error_has_the_beginning_of_a_long_path(hf, convert, command):
+    ran = convert(*(word.format(hf=hf) for word in command), "b/" * 3000)
+    assert ran.code in (3, 7), ran
+    assert "error: " + "b/" * 40 + "… (" in ran.err
+    assert "characters)" in ran.err
+    assert len(ran.err) < 1000
+
+
 def test_a_tensor_that_several_files_could_have_is_missing_in_their_folder(model, convert, tmp_path):
     folder = tmp_path / "hf"
     assert convert("hf2hf", model("llama"), folder, "--shard-size", "100KB").code == 0

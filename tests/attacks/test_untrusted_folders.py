@@ -241,6 +241,32 @@ def test_a_file_that_grows_is_not_copied_for_ever(tmp_path):
         assert assets._copied(reader, io.BytesIO(), path.stat().st_size)
 
 
+@pytest.mark.parametrize("size", [None, "100KB"], ids=["single", "sharded"])
+@pytest.mark.parametrize("command", ["digest", "inspect"])
+def test_weights_that_are_a_broken_link_are_named(model, convert, tmp_path, command, size):
+    """A snapshot of the Hub's cache whose blob is gone."""
+    folder = tmp_path / "hf"
+    assert convert("hf2hf", model("llama"), folder, *(("--shard-size", size) if size else ())).code == 0
+    (folder / "vitruvian.json").unlink()
+    weights = sorted(folder.glob("*.safetensors"))[-1]
+    weights.unlink()
+    weights.symlink_to("../../blobs/0123abcd")
+    ran = convert(command, folder)
+    assert ran.code == 3, ran
+    assert f"{weights} is a link to ../../blobs/0123abcd, which is not there" in ran.err
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "fp16"), ("--verbatim",)], ids=str)
+def test_a_config_elsewhere_is_read_and_not_carried(hostile, secret, convert, tmp_path, options):
+    """Copied or written anew: what is in it would travel."""
+    (hostile / "config.json").rename(secret)
+    (hostile / "config.json").symlink_to(secret)
+    ran = convert("hf2hf", hostile, tmp_path / "out", *options)
+    assert (ran.code, f"{hostile / 'config.json'} is a link to" in ran.err) == (3, True), ran
+    assert not (tmp_path / "out").exists()
+    assert convert("digest", hostile).code == 0
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
 def test_a_broken_link_is_no_absent_file(hostile, convert, tmp_path, name):
     """As a copy of half a cache of the Hub leaves it: the output would have no tokenizer, and nobody would know why."""

@@ -60,7 +60,7 @@ def test_averaged_norms_take_no_folder_from_others(model, convert, tmp_path):
     with (staging / "journal.jsonl").open("w") as journal:
         fcntl.flock(journal, fcntl.LOCK_SH)
         assert "other processes are writing" in convert(*argv, "--force").err
-        journal.write(sealed("vitruvian 2 of another one").decode())
+        journal.write(sealed("vitruvian 3 of another one").decode())
     assert "another conversion" in convert(*argv).err
     (staging / "journal.jsonl").write_bytes(sealed("average-norms"))
     (staging / "out/global_step0").mkdir(parents=True)

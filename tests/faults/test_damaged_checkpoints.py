@@ -12,13 +12,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from converters.move.descriptors import Descriptors
 from converters.prove.archive_crc import amend
 from formats.checkpoint import MANIFEST
+from formats.errors import OutputError, SourceError
 from formats.layout.placed import Placed
 from formats.registry import open_checkpoint
 from tests.conftest import Ran
@@ -705,6 +708,16 @@ def test_too_few_files_may_be_open(model, convert, tmp_path):
     assert "Too many open files" in ran.err
     assert "hint: more files have to be allowed: `ulimit -Sn $(ulimit -Hn)`" in ran.err
     assert convert(*argv).code == 0
+
+
+def test_a_file_of_out_that_cannot_be_opened_again_is_none_of_the_source(tmp_path, monkeypatch):
+    (tmp_path / "out").touch()
+    descriptors, missing = Descriptors(), OSError(errno.EMFILE, "Too many open files")
+    with descriptors.open(tmp_path / "out", writable=True):
+        monkeypatch.setattr("converters.move.descriptors.open_handle", Mock(side_effect=missing))
+        for name, kind in (("out", OutputError), ("source", SourceError)):
+            with pytest.raises(kind, match=f"{name}: Too many open files"), descriptors.open(tmp_path / name):
+                pass
 
 
 @pytest.fixture

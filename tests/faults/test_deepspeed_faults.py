@@ -287,8 +287,8 @@ def test_files_that_are_links_in_a_circle(neox, convert, tmp_path, name):
     (tag / name).unlink()
     circle(tag / name)
     flags = ["--vocab-size", 101, "--gqa-layout", "blocked", "--weights", "fp32-master"]
-    refused(convert("neox2hf", run, tmp_path / "out", *flags), 3, f"{tag / name}: Too many levels of symbolic links")
-    refused(convert("verify", run), 3, f"{tag / name} is a link to {name}, which is not there")
+    for ran in (convert("neox2hf", run, tmp_path / "out", *flags), convert("verify", run)):
+        refused(ran, 3, f"{tag / name} is a link to {name}, which is not there")
 
 
 def test_an_output_that_is_a_link_in_a_circle(neox, convert, tmp_path):

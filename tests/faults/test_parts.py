@@ -224,6 +224,65 @@ def _stopping(run_job: Callable[..., object], jobs: int) -> Callable[..., object
     return stopped
 
 
+@pytest.fixture
+def begun(model, convert, monkeypatch, tmp_path) -> Callable[..., list[object]]:
+    """`begun(*part)`: a command of which a part is done, or most of its tensors; no byte of the source is sampled."""
+
+    def begin(*part: str) -> list[object]:
+        monkeypatch.setattr("converters.move.journal.samples_of", lambda paths: ["unchanged"] * len(paths))
+        shutil.copytree(model("llama"), tmp_path / "src")
+        command = ["hf2megatron", tmp_path / "src", tmp_path / "out", "-j", 1]
+        with monkeypatch.context() as patch:
+            if not part:
+                patch.setattr(engine, "run_job", _stopping(engine.run_job, 30))
+            assert convert(*command, *part).code == (0 if part else 75)
+        return command
+
+    return begin
+
+
+def _change(path: Path) -> None:
+    """Change all weights of a file in place, and keep its size and time."""
+    before = path.stat()
+    state = {key: value + 1 for key, value in weights(path.parent).items()}
+    save_file(state, path.with_suffix(".new"), {"format": "pt"})
+    path.write_bytes(path.with_suffix(".new").read_bytes())
+    path.with_suffix(".new").unlink()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
+@pytest.mark.parametrize("part", [(), ("--part", "1/2")], ids=["resumed", "part"])
+def test_a_source_that_was_changed_where_no_sample_is(begun, convert, tmp_path, part):
+    """What was done of it is done again, and nothing of what was done before is mixed with it."""
+    command = begun(*part)
+    _change(tmp_path / "src/model.safetensors")
+    ran = convert(*command)
+    assert ran.code == 0, ran.err
+    assert "done again: a file of the source, or an attribute of it, was changed since" in ran.err
+    assert convert(*command[:2], tmp_path / "fresh").code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def test_a_part_of_a_source_that_was_changed_is_done_again(begun, convert, tmp_path):
+    command = begun("--part", "1/2")
+    _change(tmp_path / "src/model.safetensors")
+    for part in ("2/2", "1/2"):
+        assert convert(*command, "--part", part).code == 0
+    ran = convert(*command)
+    assert (ran.code, "done again" in ran.err) == (0, False), ran.err
+    assert convert(*command[:2], tmp_path / "fresh").code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("part", [(), ("--part", "1/2")], ids=["resumed", "part"])
+def test_a_source_whose_attributes_were_changed_is_not_refused(begun, convert, tmp_path, part):
+    command = begun(*part)
+    (tmp_path / "src/model.safetensors").chmod(0o400)
+    ran = convert(*command)
+    assert (ran.code, "done again" in ran.err) == (0, True), ran.err
+
+
 @pytest.mark.parametrize(("count", "size"), [(1, 40 << 20), (3, 9 << 20), (3000, 20 << 10), (2, 4096), (2, 10), (1, 0)])
 def test_samples_are_of_the_whole_length_of_a_file(tmp_path, count, size):
     """Of many files and of long ones the beginning, the middle and the end; of short ones every byte."""

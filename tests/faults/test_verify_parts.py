@@ -49,6 +49,18 @@ def test_a_part_tells_what_differs_in_it_and_a_new_copy_is_read_anew(convert, co
     assert convert("verify", copy).code == 0
 
 
+def test_what_was_verified_of_a_file_that_was_changed_since_is_read_again(convert, copy, monkeypatch):
+    """Changed in place, with size and time kept, where no sample is."""
+    monkeypatch.setattr("converters.move.journal.samples_of", lambda paths: ["unchanged"] * len(paths))
+    assert [convert("verify", copy, "--part", f"{part}/2").code for part in (1, 2)] == [0, 0]
+    shard = next((copy / "release").rglob("*01/*.pt"))
+    before, content = shard.stat(), bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert convert("verify", copy).code == 6
+
+
 def test_a_part_needs_a_manifest(convert, copy, model):
     assert convert("verify", copy, model("llama", "bfloat16"), "--part", "1/2").code == 2
     next(copy.rglob("vitruvian.json")).unlink()

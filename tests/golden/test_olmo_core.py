@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from formats.checkpoint import Settings
+from formats.errors import short
 from formats.fsdp import olmo_core
 from formats.model.spec import Spec, differences
 from formats.registry import open_checkpoint
@@ -104,6 +105,38 @@ def test_other_heads_are_refused(convert, tmp_path):
     changed = edited(OLMO2, tmp_path / "c", "hf/config.json", heads)
     ran = convert("fsdp2hf", OLMO2 / "step3", tmp_path / "out", "--config", changed / "hf")
     refused(ran, 5, "heads: 4 | 8; kv_heads: 2 | 4; head_dim: 4 | 2")
+
+
+@pytest.mark.parametrize("value", ["8", [], True, float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "old_context_len", "attention_rescale_factor"])
+def test_a_scaling_by_no_number_is_refused(convert, tmp_path, key, value):
+    """transformers could build no model with it, or one that computes no numbers."""
+    scaling = "model.block_overrides.3.sequence_mixer.rope.scaling"
+    changed = edited(OLMO3, tmp_path / "c", "step3/config.json", {f"{scaling}.{key}": value})
+    ran = convert("fsdp2hf", changed / "step3", tmp_path / "out", "--set", "max_positions=64")
+    refused(ran, 3, f"rope.scaling.{key} = {short(value)} in layer 3, it should be a finite number")
+
+
+@pytest.mark.parametrize("value", [0, -1.0])
+@pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "old_context_len"])
+def test_a_scaling_by_nothing_or_less_is_refused(convert, tmp_path, key, value):
+    changed = edited(
+        OLMO3,
+        tmp_path / "c",
+        "step3/config.json",
+        {f"model.block_overrides.3.sequence_mixer.rope.scaling.{key}": value},
+    )
+    ran = convert("fsdp2hf", changed / "step3", tmp_path / "out", "--set", "max_positions=64")
+    refused(ran, 3, f"{key} = {value}", "which is no YaRNRoPEScalingConfig")
+
+
+@pytest.mark.parametrize("proportion", [1, 1.5])
+def test_a_stepwise_scaling_of_more_than_all_is_refused(convert, tmp_path, proportion):
+    stepwise = {"_CLASS_": "olmo_core.nn.rope.StepwiseRoPEScalingConfig", "factor": 8.0, "old_context_len": 32,
+                "low_freq_proportion": proportion, "high_freq_proportion": 0.25}  # fmt: skip
+    changed = edited(OLMO2, tmp_path / "c", "step3/config.json", {f"{MIXER}.rope.scaling": stepwise})
+    ran = convert("fsdp2hf", changed / "step3", tmp_path / "out", "--config", OLMO2 / "hf")
+    refused(ran, 3, "low_freq_proportion = ", "which is no StepwiseRoPEScalingConfig")
 
 
 def test_what_transformers_assumes_counts_as_said(tmp_path):

@@ -94,6 +94,13 @@ def test_an_index_and_its_files(pickled, convert):
         index.write_text(json.dumps({"weight_map": placed["weight_map"] | {first: name}}))
         ran = convert("inspect", folder)
         assert (ran.code, message in ran.err) == (code, True), ran.err
+    index.write_text(
+        json.dumps({"weight_map": {key: placed["weight_map"][key] for key in [*placed["weight_map"]][1:]}})
+    )
+    ran = convert("inspect", folder)
+    assert (ran.code, f"holds {first}, which pytorch_model.bin.index.json does not list" in ran.err) == (3, True), (
+        ran.err
+    )
 
 
 def test_weights_that_lack_only_a_config(model, pickled, convert, tmp_path):

@@ -14,6 +14,14 @@ import vitruvian
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+@pytest.mark.parametrize("name", ["s3", "https", "hf"])
+def test_a_folder_may_be_called_like_a_scheme(model, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    vitruvian.convert(model("llama"), name, to="huggingface")
+    assert vitruvian.verify(name, model("llama")).equal
+    assert (tmp_path / name / "model.safetensors").is_file()
+
+
 @pytest.fixture
 def cache(model, tmp_path, monkeypatch) -> Path:
     """The Hub's cache with acme/tiny in it, its files links to blobs, as huggingface_hub lays it out."""

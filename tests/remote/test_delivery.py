@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import vitruvian
 from converters.delivery import receivers
 from converters.delivery.deliver import groups_of
+from formats.errors import Interrupted
 from tests.hub.server import Fault as HubFault
 from tests.remote.bucket import Fault
 
@@ -121,6 +124,31 @@ def test_a_killed_delivery_resumes_and_shows_nothing(bucket, model, here):
     sent_again = sum("PUT" in method for method, path, _ in bucket.log if "model-" in path) - sent
     assert sent_again <= files - files // 2 + 2
     assert [path.name for path in here.iterdir()] == ["local"]
+
+
+def test_what_was_sent_of_a_source_that_was_changed_is_sent_again(bucket, model, here, tmp_path, monkeypatch, convert):
+    """Changed in place, with size and time kept, where no sample is."""
+    source, send, sent = tmp_path / "src", receivers.InBucket.send, list[str]()
+    shutil.copytree(model("llama", "bfloat16"), source)
+    monkeypatch.setattr("converters.move.journal.samples_of", lambda paths: ["unchanged"] * len(paths))
+    argv = ["to", "huggingface", source, "s3://models/out", "--shard-size", "60kB"]
+
+    def interrupted(self: Any, name: str, path: Path) -> Any:
+        sent.append(name)
+        if len(sent) > 3:
+            raise Interrupted("stopped by a test")
+        return send(self, name, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(receivers.InBucket, "send", interrupted)
+        assert convert(*argv).code == 75
+    weights, before = source / "model.safetensors", (source / "model.safetensors").stat()
+    save_file({key: value + 1 for key, value in load_file(weights).items()}, weights, {"format": "pt"})
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    ran = convert(*argv)
+    assert (ran.code, "note: what was sent is sent again" in ran.err) == (0, True), ran.err
+    vitruvian.convert(source, here / "local", shard_size=60_000)
+    held(bucket, here / "local", "models/out")
 
 
 @pytest.mark.parametrize("out", ["s3://models/out", "hf://acme/new"])

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.deepspeed.neox.yml import to_neox
-from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError, short
 from formats.families import FAMILIES, known
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.folder import model_slots
@@ -35,6 +36,7 @@ from formats.megatron.args.rope import LLAMA3_SCALING
 from formats.model.settings import parse_settings
 from formats.model.spec import differences
 from formats.model.untabled import describe
+from formats.model.values import scaling as checked_scaling
 from tests.models import EXPERTS, FEW, FUSED_HERE, IN_MEGATRON, LLAMA3, MODELS, PLAIN_YARN, YARN, settings_of
 
 
@@ -231,6 +233,39 @@ ROTARY = {
                "original_max_position_embeddings": 16},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
 }  # fmt: skip
+NO_NUMBERS: list[Any] = ["4", [], True, float("nan"), float("inf"), -4.0]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=str)
+@pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "mscale"])
+def test_rotary_settings_that_are_no_numbers_are_refused(key, value):
+    """With these transformers builds no model, or one that computes no numbers."""
+    rotary = {**ROTARY["yarn"], "rope_theta": 1e4, key: value}
+    said = f"says {key} = {short(value)} in its rotary settings, it should be a finite number"
+    with pytest.raises(SourceError, match=re.escape(said)):
+        from_huggingface(config("llama") | {"rope_parameters": rotary}, {}, "config.json")
+    scaling = json.dumps({name: of for name, of in rotary.items() if name != "rope_theta"})
+    with pytest.raises(UsageError, match=re.escape(said)):
+        parse_settings([f"rope_scaling={scaling}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("factor", 0), ("truncate", 1), ("truncate", "no"), ("short_factor", [1.0, float("nan")]), ("short_factor", 1.0),
+     ("high_freq_factor", "4"), ("alpha", 0), ("of_no_class", float("inf")), ("rope_type", 3)],
+    ids=str,
+)  # fmt: skip
+def test_other_rotary_settings_that_no_model_has_are_refused(key, value):
+    with pytest.raises(SourceError, match=f"{key} = .* should be|rope_scaling = a dict"):
+        checked_scaling({"rope_type": "yarn", key: value}, "rope_scaling", "config.json")
+
+
+def test_rotary_settings_that_may_be_anything_else_may_be_that():
+    usual = {"rope_type": "yarn", "factor": None, "beta_fast": 0, "mscale": 0.0, "truncate": False,
+             "short_factor": [1, 2.5], "of_no_class": [{}], "mrope_interleaved": True}  # fmt: skip
+    assert checked_scaling(usual, "rope_scaling", "config.json") == usual
+
+
 NULLS = ["rope_theta", "factor", "partial_rotary_factor", "low_freq_factor", "original_max_position_embeddings",
          "beta_fast", "beta_slow"]  # fmt: skip
 
@@ -580,7 +615,6 @@ def test_older_spellings_of_megatron():
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 1.5},
         {**YARN, "attention_factor": 1.2},
         {**YARN, "factor": 1.0},
-        {**YARN, "truncate": "no"},
         {**YARN, "original_max_position_embeddings": 1024.5},
     ],
 )

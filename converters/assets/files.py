@@ -23,9 +23,9 @@ from formats.errors import SourceError, some
 from formats.families import FAMILIES, family_named
 from formats.families.family import FAMILY_FILE
 from formats.huggingface import mtp
-from formats.huggingface.adapter import CONFIG as ADAPTER
 from formats.huggingface.config import dropouts, to_huggingface
 from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
+from formats.huggingface.lora_config import CONFIG as ADAPTER
 from formats.huggingface.nulls import tokens_beyond
 from formats.huggingface.quantized import is_stale
 from formats.model.spec import ModelSpec, Spec

@@ -19,6 +19,7 @@ from formats.disk.safetensors import Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface import adapter as peft
 from formats.huggingface import folder as huggingface
+from formats.huggingface import lora_config
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE
 from formats.megatron import DIST
@@ -63,7 +64,7 @@ def _config(source: Checkpoint) -> dict[str, Any]:
                 "lora_alpha": own.get("alpha"), "lora_dropout": own.get("dropout", 0.0)}  # fmt: skip
     else:
         named = [source.settings.config] if source.settings.config else []
-        settings = peft.read_config([source.root, source.home, source.root.parent, *named])
+        settings = lora_config.read_config([source.root, source.home, source.root.parent, *named])
     if isinstance(source.spec, LoraSpec):
         if settings.get("r") != source.spec.rank or type(settings.get("lora_alpha")) not in (int, float):
             raise SourceError(
@@ -121,7 +122,7 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
         request.root, source.spec, cast_dtypes(source, request.cast), 1 << 60, {"weight_map": names}
     )
     text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n"
-    target = Target(written.files, {peft.CONFIG: text.encode()}, {})
+    target = Target(written.files, {lora_config.CONFIG: text.encode()}, {})
     return replace(make_plan(source, target, request.cast), plan_of_output=lambda plan: _read_back(plan, base))
 
 

@@ -15,6 +15,7 @@ from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS, Fragment, Product, row_major
 from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
 from formats.huggingface import adapter as peft
+from formats.huggingface import lora_config
 from formats.huggingface.folder import model_slots
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
@@ -313,9 +314,9 @@ def _require_fit(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, b
     if rank != lora.rank * matrices:
         each = f" of each of {matrices} matrices" if matrices > 1 else ""
         raise SourceError(
-            f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, and {peft.CONFIG} says "
-            f"r = {lora.rank}{each}",
-            f"take {peft.CONFIG} and {peft.WEIGHTS} from one save",
+            f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, and "
+            f"{lora_config.CONFIG} says r = {lora.rank}{each}",
+            f"take {lora_config.CONFIG} and {peft.WEIGHTS} from one save",
         )
     if len(slot.shape) not in (2, 3) or not any(_fits(lora, slot)):
         raise SourceError(
@@ -347,7 +348,7 @@ def _input_major(slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> bool:
             raise UnsupportedError(
                 f"{slot.keys[0]} of {base.root} is {list(slot.shape)}: no table tells whether it is [out, in] or "
                 "[in, out]",
-                peft.PEFT_MERGES,
+                lora_config.PEFT_MERGES,
             )
         return False
     spans = [span for span in slot.leaves()[0].spans if span.size > 1 and span.axis not in ROW_AXES]

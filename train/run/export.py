@@ -25,6 +25,7 @@ from converters.plan.targets import SHARD_SIZE, plan_huggingface
 from converters.prove.archive_crc import archives, check
 from formats.errors import RefusedError, UsageError
 from formats.huggingface import adapter as peft
+from formats.huggingface import lora_config
 from formats.registry import open_checkpoint
 from formats.torch_files.saves import require_one_save
 from train.data.tokens.documents import Documents
@@ -71,12 +72,12 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
     scratch.mkdir(parents=True)
     try:
         save_file(read_adapters(checkpoint), scratch / peft.WEIGHTS, {"format": "pt"})
-        shutil.copyfile(checkpoint / NOTE, scratch / peft.CONFIG)
+        shutil.copyfile(checkpoint / NOTE, scratch / lora_config.CONFIG)
         plan = plan_merge(
             base, peft.read(scratch), request, lambda merged: plan_huggingface(merged, request, SHARD_SIZE, template)
         )
         assert plan.target is not None
-        own = {f"{ADAPTER}/{name}": scratch / name for name in (peft.CONFIG, peft.WEIGHTS)}
+        own = {f"{ADAPTER}/{name}": scratch / name for name in (lora_config.CONFIG, peft.WEIGHTS)}
         run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)
     finally:
         shutil.rmtree(scratch)

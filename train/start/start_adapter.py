@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, UsageError
-from formats.huggingface.adapter import CONFIG, read_config
+from formats.huggingface.lora_config import CONFIG, read_config
 from train.settings.config import Lora
 
 KEYS: Mapping[str, str] = {

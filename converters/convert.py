@@ -180,21 +180,23 @@ def files_of(
     return Files(sums, checks, journal.locks, scratch.Scratch(request.staging), turns=turns)
 
 
-def stamps_of(plan: Plan) -> dict[Path, tuple[int, int]]:
-    """Size and modification time of each file of the sources that exists."""
+def stamps_of(plan: Plan) -> dict[Path, tuple[int, int, int]]:
+    """Size, mtime and ctime of each file of the sources that exists."""
     stats = {path: path.stat() for source in plan.sources for path in source.files if path.exists()}
-    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+    return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats.items()}
 
 
-def check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path, tuple[int, int]]) -> None:
+def check_unchanged(before: Mapping[Path, tuple[int, ...]], after: Mapping[Path, tuple[int, ...]]) -> None:
     """Refuse a source of which a file was written while it was read. A file that was deleted was read before.
 
     Raises:
-        DamagedError: size or time of a file changed.
+        DamagedError: size or a time of a file changed.
     """
     for path, stamp in before.items():
-        if after.get(path, stamp) != stamp:
-            raise DamagedError(f"{path} was written anew while it was read", "run it again when the save is complete")
+        now = after.get(path, stamp)
+        if now != stamp:
+            how = "written anew" if now[:2] != stamp[:2] else "changed, or an attribute of it,"
+            raise DamagedError(f"{path} was {how} while it was read", "run it again when the save is complete")
 
 
 def prove(masters: Checkpoint, request: Request) -> None:

@@ -95,7 +95,7 @@ NEXT = {
     "load_optim=False and peft as in run_config.yaml",
     ADAPTER_OF_PEFT: "PeftModel.from_pretrained(BASE, {text}), BASE being the model that was trained, or "
     "`convert merge BASE {word} OUT`",
-    HUGGINGFACE: "AutoModelForCausalLM.from_pretrained({text}), or `convert push {word} ORG/NAME`",
+    HUGGINGFACE: "{auto}.from_pretrained({text}), or `convert push {word} ORG/NAME`",
     MEGATRON_RUN: "--load {word}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id={text})',
     TORCHTITAN: "torchtitan with checkpoint.initial_load_path={word}",
@@ -109,18 +109,20 @@ NEXT = {
 }
 """Target or purpose of an output: how the output can be used.
 
-`word` is the folder as a word of a shell, `text` as a text of Python, and `out` as it is.
+`word` is the folder as a word of a shell, `text` as a text of Python, and `out` as it is; `auto` is the class of
+transformers that loads the model.
 """
 
 
 def next_step(to: str, out: Path, spec: Spec) -> str:
     """How an output can be used: the line of `NEXT` for its target or purpose."""
     from formats.families import FAMILIES
+    from formats.huggingface.language_model import auto_class
 
-    name, family = str(out), FAMILIES.get(spec.family)
+    name, family, auto = str(out), FAMILIES.get(spec.family), auto_class(spec.family)
     if to == HUGGINGFACE and family and family.elsewhere:
         return f"{family.architecture} of {family.elsewhere}: no release of transformers has this class"
-    return NEXT[to].format(out=name, word=shlex.quote(name), text=json.dumps(name, ensure_ascii=False))
+    return NEXT[to].format(out=name, word=shlex.quote(name), text=json.dumps(name, ensure_ascii=False), auto=auto)
 
 
 def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:

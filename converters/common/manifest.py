@@ -70,7 +70,7 @@ def bare_digests(home: Path, files: Iterable[OutputFile]) -> dict[str, str]:
     Such a file holds settings and the state of a training. In an output that goes into a store it may be gone from this
     machine, so that its content is taken from the plan.
     """
-    bare = (file for file in files if not file.tensors and not any(file.states.values()))
+    bare = (file for file in files if not file.tensors and not any(file.states.values()) and file.size <= LARGEST)
     return {file.path.relative_to(home).as_posix(): blake3(_content(file)).hexdigest() for file in bare}
 
 

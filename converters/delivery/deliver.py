@@ -289,9 +289,11 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
         if sent.resumed and head != f"{mark}\n".encode():
             if lines and not request.quiet:
                 sys.stderr.write(f"note: what was sent is sent again: {CHANGED}\n")
-            os.ftruncate(handle, 0)
             head, lines = f"{mark}\n".encode(), []
-            write_all(handle, head)
+            kept = len(conversion_of(mark).encode())  # never empty: what was sent is this conversion's
+            os.ftruncate(handle, kept)
+            write_all(handle, head[kept:])
+            os.fsync(handle)
         length = len(head)
         for line in lines if sent.resumed else ():
             if not line.endswith(b"\n"):

@@ -19,6 +19,7 @@ from converters.assets.token_files import held_template
 from formats.checkpoint import MANIFEST
 from formats.disk.json_file import read_json
 from formats.errors import SourceError
+from formats.huggingface.language_model import auto_class
 
 if TYPE_CHECKING:
     from converters.hub.files import File
@@ -164,15 +165,16 @@ def version() -> str:
 
 def _usage(folder: Path, repo: str) -> str:
     """The section of the card on how to load the model."""
+    auto = auto_class(read_json(folder / "config.json").get("model_type"))
     if not has_tokenizer(folder):
-        lines = ["from transformers import AutoModelForCausalLM", "",
-                 f"model = AutoModelForCausalLM.from_pretrained({_quoted(repo)}, dtype=\"auto\")"]  # fmt: skip
+        lines = [f"from transformers import {auto}", "",
+                 f"model = {auto}.from_pretrained({_quoted(repo)}, dtype=\"auto\")"]  # fmt: skip
         return "\n".join(["## Usage", "", "```python", *lines, "```", ""])
     lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {auto}, AutoTokenizer",
         "",
         f"tokenizer = AutoTokenizer.from_pretrained({_quoted(repo)})",
-        f'model = AutoModelForCausalLM.from_pretrained({_quoted(repo)}, dtype="auto")',
+        f'model = {auto}.from_pretrained({_quoted(repo)}, dtype="auto")',
     ]
     if held_template(dict(assets(folder))):
         lines += [

@@ -224,7 +224,8 @@ class Exporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(strict=kind is None)
+        if os.getpid() == self.process:  # a process that was forked in between leaves the block as it likes
+            self.close(strict=kind is None)
 
     def _work(self) -> None:
         while True:

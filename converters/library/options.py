@@ -155,10 +155,17 @@ def choice(literal: Any) -> Kind:
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
-PLACE = Kind(
-    "a path",
-    lambda value: isinstance(value, str | PathLike) and "\0" not in os.fsdecode(value) and os.fspath(value) != "",
-)
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a file system can have a value as a path."""
+    try:
+        return isinstance(value, str | PathLike) and os.fspath(value) != "" and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
+PLACE = Kind("a path", _is_path)
 NUMBER = Kind(
     "a number that a float can be",
     lambda value: type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max),

@@ -235,7 +235,7 @@ def join(whole: Whole, text: Checkpoint, tower: Mapping[str, Scattered], setting
         settings: the settings that the user passed.
 
     Raises:
-        SourceError: a tensor of the tower is missing, is of no tower, or has another shape.
+        SourceError: a part of a query, key and value is missing, or a tensor is of no tower, or has another shape.
         RefusedError: torchtitan deviates from transformers, which the user has not accepted, or the user sets what the
             config does not say.
     """

@@ -145,6 +145,11 @@ class Selection(NamedTuple):
         return {new: tensors[old] for new, old in self.names.items()}
 
 
+def auto_class(kind: Any) -> str:
+    """The automatic class of transformers 5.23.0 (auto/modeling_auto.py) that loads a model, by its `model_type`."""
+    return "AutoModelForImageTextToText" if kind in [*WHOLES] else "AutoModelForCausalLM"
+
+
 def has_class(kind: str) -> bool:
     """Whether transformers has a class for the language model alone of a type of whole models."""
     text = WHOLES.get(kind, "")

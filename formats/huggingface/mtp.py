@@ -53,12 +53,13 @@ def require_uncounted(spec: ModelSpec, keys: Iterable[str], file: str) -> None:
     Raises:
         SourceError: the number of an MTP layer is below `num_hidden_layers`.
     """
-    counted = sorted({int(match[1]) for match in _joins(spec, keys) if match.re.groups} & {*range(spec.layers)})
-    if counted:
+    joins = {int(match[1]): match[0] for match in _joins(spec, keys) if match.re.groups}
+    first = min(joins, default=spec.layers)
+    if first < spec.layers:
         raise SourceError(
-            f"{file} says {spec.layers} layers, and number {counted[0]} of them predicts a further token: it has "
-            f"{next(match[0] for match in _joins(spec, keys))}",
-            f"num_hidden_layers counts the layers before it: {counted[0]}?",
+            f"{file} says {spec.layers} layers, and number {first} of them predicts a further token: it has "
+            f"{joins[first]}",
+            f"num_hidden_layers counts the layers before it: {first}?",
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import vitruvian
 from converters import convert as convert_module
 from converters.common.atomic import put_in_place
 from converters.move.journal import fingerprint, sealed
@@ -368,3 +369,25 @@ def test_a_file_that_was_made_at_out_meanwhile_stays(tmp_path):
     with pytest.raises(OSError, match="Not a directory"):
         put_in_place(new, place, staging)
     assert (place.read_text(), new.is_dir()) == ("precious", True)
+
+
+@pytest.mark.parametrize("mtime", [False, True])
+def test_a_source_that_is_written_while_it_is_read(model, tmp_path, mtime):
+    """Its mtime may be set back, as by a copy with its times; nothing sets the ctime back."""
+    source = tmp_path / "hf"
+    shutil.copytree(model("llama"), source)
+    file, changed = source / "model.safetensors", []
+
+    def change(*_: object) -> None:
+        if not changed:
+            changed.append(file.stat())
+            with file.open("r+b") as opened:
+                opened.seek(-4, os.SEEK_END)
+                opened.write(b"\0\0\0\0")
+            if not mtime:
+                os.utime(file, ns=(changed[0].st_atime_ns, changed[0].st_mtime_ns))
+
+    how = "written anew while" if mtime else "changed, or an attribute of it, while"
+    with pytest.raises(vitruvian.SourceError, match=f"{file} was {how} it was read"):
+        vitruvian.convert(source, tmp_path / "out", progress=change)
+    assert not (tmp_path / "out").exists()

@@ -273,7 +273,12 @@ def test_a_command_whose_current_folder_is_gone(model, tmp_path, monkeypatch, co
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("p\0q", "is no(t a)? path"), (300 * "n", "File name too long"), ("a/" * 3000, "File name too long")],
+    [
+        ("p\0q", "is no(t a)? path"),
+        ("p\ud800", "is no(t a)? path"),
+        (300 * "n", "File name too long"),
+        ("a/" * 3000, "File name too long"),
+    ],
 )
 def test_names_that_no_folder_has(model, name, message):
     for call in (

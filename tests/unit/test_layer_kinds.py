@@ -226,7 +226,7 @@ def test_a_config_that_counts_the_layer_among_those_of_the_decoder(model, conver
     for options in ([], ["--drop", "mtp"]):
         for command in ("hf2hf", "hf2fsdp"):
             ran = convert(command, source, tmp_path / "out", *options)
-            reason = f"says {layers + 1} layers, and number {layers} of them predicts a further token"
+            reason = f"number {layers} of them predicts a further token: it has model.layers.{layers}.eh_proj.weight"
             assert (ran.code, reason in ran.err) == (3, True), ran.err
 
 

@@ -49,6 +49,7 @@ from formats.megatron.shards import (
     mesh_of,
     names_of,
     read_shards,
+    require_padding,
     state_of,
     tensors_of,
 )
@@ -112,6 +113,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         raise SourceError(f"{iteration}: args say padded_vocab_size = {claimed}, its embeddings have {padded} rows")
     settled = table is LEGACY  # a legacy model was built from its args (megatron/legacy/model/language_model.py)
     spec = spec_of(args, dialect, assets, config, settings, iteration, first.file.path, padded, settled=settled)
+    require_padding(spec, padded, args, iteration, settings)
     pipeline = pipeline_of(args, pp, len(first.chunks), first.file.path)
     try:
         if dialect == megatron_llm.NAME:

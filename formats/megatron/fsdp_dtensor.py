@@ -42,7 +42,7 @@ from formats.megatron.classic import FLAGS, assets_of, parameters_of, spec_of, t
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.optimizer import Optimizer
-from formats.megatron.shards import DROPS, STATE, args_of, embedding_rows, names_of
+from formats.megatron.shards import DROPS, STATE, args_of, embedding_rows, names_of, require_padding
 from formats.megatron.torch_dist import EMBEDDING, MODEL, whole_slots
 from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
@@ -117,6 +117,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
     spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded)
+    require_padding(spec, padded, args, folder, settings)
     interleaves = interleaves_of(args, str(common.path))
     _require_known(args, spec, interleaves, str(common.path))
     slots = whole_slots(spec, _table(spec, tensors), padded, interleaves)

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats.checkpoint import Settings
 from formats.disk.safetensors import Fragment, read_bytes
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.layout.pieces import Scattered
@@ -19,6 +20,8 @@ from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.tables import GROUPED
+from formats.model.padding import require_rows, unit_of
+from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace, TensorRef
@@ -169,6 +172,26 @@ def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
     """The number that, times the tensor parallel size, the padded vocabulary is a multiple of; 128 if args lack it."""
     value = args.get("make_vocab_size_divisible_by")
     return 128 if value is None else positive_int(value, "make_vocab_size_divisible_by", str(path))
+
+
+def require_padding(spec: ModelSpec, rows: int, args: Mapping[str, Any], where: Path, settings: Settings) -> None:
+    """Refuse a vocabulary that a training with these args would have padded to fewer rows than there are.
+
+    `pad_vocab_size_to` of BigScience's Megatron-DeepSpeed names the rows themselves (megatron/tokenizer/tokenizer.py).
+
+    Args:
+        spec: the model, with its vocabulary.
+        rows: rows of the embedding, padding included.
+        args: the attributes of the checkpoint's `args`.
+        where: what to call the checkpoint in an error.
+        settings: the user's settings.
+
+    Raises:
+        RefusedError: rows of tokens would be taken for padding.
+    """
+    if args.get("pad_vocab_size_to") is None:
+        unit = unit_of(args.get("make_vocab_size_divisible_by"), args.get("tensor_model_parallel_size"), rows)
+        require_rows(spec.vocab, rows, unit, where, settings.values)
 
 
 def mesh_of(shards: Sequence[Shard], args: Mapping[str, Any], iteration: Path) -> Mesh:

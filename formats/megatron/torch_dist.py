@@ -50,7 +50,7 @@ from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
-from formats.megatron.shards import DROPS, STATE, args_of, embedding_rows, require_alone
+from formats.megatron.shards import DROPS, STATE, args_of, embedding_rows, require_alone, require_padding
 from formats.megatron.tables import BRIDGE, DECODER, HEAD, MCORE
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS
@@ -181,6 +181,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         settled=saved_config is not None,
         config_place=config_place,
     )
+    require_padding(spec, padded, args, folder, settings)
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, split=any(rule in SPLIT for rule in table), where=str(common.path))
     _, placed, dropped = match_pieces(whole_slots(spec, table, padded, interleaves), tensors, DROPS, folder)

@@ -216,6 +216,47 @@ def test_arguments_of_blooms_own_scripts(convert, tmp_path):
     assert convert("diff", tmp_path / "out", HERE / "bloom_tp2").code == 0
 
 
+@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", "bloom_tp2"])
+def test_a_vocabulary_that_its_files_exclude(convert, tmp_path, name):
+    """They record 60 tokens, where DeepSpeed has noted them; a config may have more, for rows without a token."""
+    import json
+
+    run, out, hub = HERE / name, tmp_path / "out", tmp_path / "hub"
+    assert convert("zero2hf", run, hub).code == 0
+    config = json.loads((hub / "config.json").read_text())
+    for vocab in (61, 50, 30):
+        ran = convert("zero2hf", run, out, "--vocab-size", vocab)
+        refused(
+            ran, 5, f"a vocabulary of 60, --vocab-size {vocab}: they contradict each other", "leave --vocab-size out"
+        )
+        (hub / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
+        ran = convert("zero2hf", run, out, "--config", hub)
+        if vocab < 60:
+            refused(ran, 5, f"a vocabulary of 60, the config {vocab}: they contradict each other", f"vocab={vocab}")
+        else:
+            assert ran.code == 0, ran.err
+    assert convert("zero2hf", run, out, "--set", "vocab=50", "--force").code == 0
+
+
+@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", "bloom_tp2"])
+def test_a_vocabulary_that_its_padding_excludes(convert, tmp_path, name):
+    """Without a record of the vocabulary: 64 rows are there, padded to multiples of 16 times two ranks."""
+
+    def unrecorded(state: dict[str, Any]) -> None:
+        for value in state.values():
+            if isinstance(value, dict):
+                value.pop("original_vocab_size", None)
+
+    run = resaved(tmp_path / "run", unrecorded, "mp_rank*", name)
+    argv = ("zero2hf", run, tmp_path / "out")
+    refused(convert(*argv, "--vocab-size", 30), 5, "a vocabulary of 30 would have been padded to 32 rows", "holds 64")
+    assert convert(*argv, "--vocab-size", 50).code == 0
+    if name == "bloom_tp2":
+        stated = lambda state: (unrecorded(state), vars(state["args"]).update(pad_vocab_size_to=64))  # noqa: E731
+        run = resaved(tmp_path / "stated", stated, "mp_rank*", name)
+        assert convert("zero2hf", run, tmp_path / "other", "--vocab-size", 30).code == 0
+
+
 def test_other_positions_of_bigscience(convert, tmp_path):
     """Of its enum, and not the same on all ranks."""
     absolute = sys.modules["megatron.enums"].PositionEmbeddingType.absolute

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.faults.dcp_tools import refused
+
 
 class Saved(NamedTuple):
     """A run: its folder, what `inspect` calls it, its true vocabulary, its logits and how near ours have to be."""
@@ -47,6 +49,15 @@ def test_its_logits(convert, tmp_path, saved, inside):
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         logits = model(torch.tensor(golden["ids"])).logits.numpy()
     assert np.abs(logits - golden["logits"][..., : saved.vocab]).max() < saved.near < np.abs(logits).max()
+
+
+@pytest.mark.parametrize("saved", [FSDP, MUON], ids=["fsdp_dtensor", "torch_dist"])
+def test_a_vocabulary_that_its_padding_excludes(convert, tmp_path, saved):
+    """Of 64 rows, which are padded to multiples of 8 for each tensor parallel rank."""
+    ran = convert("megatron2hf", saved.run, tmp_path / "out", "--vocab-size", 30)
+    refused(ran, 5, "a vocabulary of 30 would have been padded to 32 rows", "holds 64: rows of tokens", "vocab=30")
+    assert convert("megatron2hf", saved.run, tmp_path / "out", "--vocab-size", 59).code == 0
+    assert convert("megatron2hf", saved.run, tmp_path / "out", "--set", "vocab=30", "--force").code == 0
 
 
 @of_each

@@ -12,6 +12,7 @@ import pytest
 
 from formats.disk.safetensors import read_safetensors
 from formats.registry import open_checkpoint
+from tests.faults.dcp_tools import refused
 from tests.models import files
 
 HERE = Path(__file__).parent / "megatron_lm"
@@ -76,3 +77,19 @@ def test_a_config_that_does_not_belong_is_refused(convert, tmp_path):
         == 0
     )
     assert open_checkpoint(tmp_path / "out").spec.rope_theta == 50000.0
+
+
+@pytest.mark.parametrize("vocab", [208, 10])
+def test_a_vocabulary_that_its_padding_excludes(convert, tmp_path, vocab):
+    """Its args pad to multiples of 8, and 216 rows are there; some tool may have padded otherwise, which is said."""
+    import json
+
+    folder = HERE / "mcore/pp2vpp2_bf16"
+    padded = f"a vocabulary of {vocab} would have been padded to {-(-vocab // 8) * 8} rows", "holds 216: rows of tokens"
+    refused(convert("megatron2hf", folder, tmp_path / "out", "--vocab-size", vocab), 5, *padded, f"--set vocab={vocab}")
+    assert convert("megatron2hf", folder, tmp_path / "hf", "--vocab-size", 209).code == 0
+    config = tmp_path / "hf/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": vocab}))
+    refused(convert("megatron2hf", folder, tmp_path / "out", "--config", tmp_path / "hf"), 5, *padded)
+    assert convert("megatron2hf", folder, tmp_path / "out", "--set", f"vocab={vocab}").code == 0
+    assert open_checkpoint(tmp_path / "out").spec.vocab == vocab

@@ -187,6 +187,18 @@ def test_the_vocabulary(convert, tmp_path):
     assert convert("diff", tmp_path / "true", tmp_path / "padded").code == 0
 
 
+def test_a_vocabulary_that_its_padding_excludes(convert, tmp_path):
+    """Its run pads to multiples of 1 times two ranks, and 96 rows are there."""
+    argv = ("nanotron2hf", HERE / "llama_tp2", tmp_path / "out")
+    padded = "a vocabulary of 94 would have been padded to 94 rows", "holds 96: rows of tokens would be lost"
+    refused(convert(*argv, "--vocab-size", 94), 5, *padded, "--set vocab=94")
+    assert convert("nanotron2hf", HERE / "llama_tp2", tmp_path / "hf").code == 0
+    config = tmp_path / "hf/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 90}))
+    refused(convert(*argv, "--config", tmp_path / "hf"), 5, "a vocabulary of 90 would have been padded to 90 rows")
+    assert convert(*argv, "--set", "vocab=94").code == 0
+
+
 def test_each_field_of_its_classes_is_known():
     """Each is read into a setting, changes nothing, or has one value that is read."""
     defaults = json.loads((HERE / "defaults.json").read_text())

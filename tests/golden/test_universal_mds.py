@@ -108,8 +108,8 @@ def test_deepspeed_gives_another_size_the_rows_of_others(convert, tmp_path, univ
 def test_a_vocabulary_of_the_user(convert, tmp_path, universal):
     """It may be smaller than what the training said, of which the files have the rows."""
     run = universal("llama_gqa_fused_tp2")
-    assert convert("zero2hf", run, tmp_path / "out", "--vocab-size", 50).code == 0
-    refused(convert("zero2hf", run, tmp_path / "no", "--vocab-size", 62), 3, "60 rows of embeddings", "--vocab-size")
+    assert convert("zero2hf", run, tmp_path / "out", "--set", "vocab=50").code == 0
+    refused(convert("zero2hf", run, tmp_path / "no", "--set", "vocab=62"), 3, "60 rows of embeddings", "--vocab-size")
 
 
 def test_the_order_is_asked_for(convert, tmp_path, universal):

@@ -39,7 +39,7 @@ from formats.deepspeed.mds.tables import (
 )
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
+from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import place_pieces
@@ -49,7 +49,7 @@ from formats.layout.table import Rule
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.options import CORE
 from formats.megatron.classic import assets_of, spec_of
-from formats.megatron.shards import args_of, iteration_of, vocab_multiple
+from formats.megatron.shards import args_of, iteration_of, require_padding, vocab_multiple
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 from formats.torch_files import saved_names
@@ -202,6 +202,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
         spec = spec_of(
             translated(args, str(first.path)), CORE, assets, config, known, tag, first.path, padded, settled=True
         )
+    require_padding(spec, padded, args, tag, settings)
     if spec.family not in FAMILIES:
         raise UnsupportedError(
             f"{first.path}: its arguments are those of a {spec.family}, and Megatron-DeepSpeed is read of "
@@ -238,14 +239,32 @@ def _ours(file: TorchFile) -> Mapping[str, Any]:
 
 
 def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] | None) -> Settings:
-    """Return the settings, with the vocabulary size that the files record, unless the user or a config decides it."""
+    """Return the settings, with the vocabulary size that the files record, unless the user or a config decides it.
+
+    A config may have more tokens than its tokenizer, which the files record: nothing is lost.
+
+    Raises:
+        RefusedError: the user gave another size, or a config that has fewer tokens.
+    """
     infos = (info for name in INFOS if isinstance(info := file.value.get(name), Mapping))
     vocab = next(
         (info["original_vocab_size"] for info in infos if "original_vocab_size" in info), _ours(file).get("vocab")
     )
-    if settings.vocab_size is not None or config is not None or vocab is None:
+    if vocab is None or "vocab" in settings.values:
         return settings
-    return replace(settings, vocab_size=positive_int(vocab, "original_vocab_size", str(file.path)))
+    recorded = positive_int(vocab, "original_vocab_size", str(file.path))
+    if settings.vocab_size is None and config is None:
+        return replace(settings, vocab_size=recorded)
+    given = settings.vocab_size or (config or {}).get("vocab_size")
+    if type(given) is int and (given < recorded or (settings.vocab_size and given != recorded)):
+        named, way = (
+            ("--vocab-size", "leave --vocab-size out") if settings.vocab_size else ("the config", "give its config")
+        )
+        raise RefusedError(
+            f"{file.path} says a vocabulary of {recorded}, {named} {given}: they contradict each other",
+            f"{way}, or override it with --set vocab={given}",
+        )
+    return settings
 
 
 def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:

@@ -28,13 +28,14 @@ from formats.deepspeed.neox.yml import from_neox, is_gated
 from formats.deepspeed.neox.yml_file import read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import Place, Slot
 from formats.layout.table import Rule
+from formats.model import padding
 from formats.model.spec import ModelSpec
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
@@ -360,13 +361,7 @@ def _describe(
         raise SourceError(
             f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
         )
-    unit = _unit(yml, models[0], tp, padded)
-    if spec.vocab is not None and spec.vocab <= padded - unit and "vocab" not in settings.values:
-        raise RefusedError(
-            f"a vocabulary of {spec.vocab} would have been padded to {-(-spec.vocab // unit) * unit} rows, {tag} holds "
-            f"{padded}: rows of tokens would be lost",
-            f"give the tokenizer of this model, or override it with --set vocab={spec.vocab}",
-        )
+    padding.require_rows(spec.vocab, padded, _unit(yml, models[0], tp, padded), tag, settings.values)
     if base:
         neox_checks.require_same_config(spec, base, settings, where)
     notes = accepted + neox_checks.require_same_topology(models, yml, where, tp, layered=layered)
@@ -431,5 +426,4 @@ def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> 
     """The number of rows that the padded vocabulary is a multiple of; all rows if that is not known."""
     args = model.value.get("args")
     noted = args.get("make_vocab_size_divisible_by") if isinstance(args, Mapping) else None
-    multiple = noted or config.get("make_vocab_size_divisible_by", 128)
-    return multiple * tp if type(multiple) is int and multiple > 0 and padded % (multiple * tp) == 0 else padded
+    return padding.unit_of(noted or config.get("make_vocab_size_divisible_by", 128), tp, padded)

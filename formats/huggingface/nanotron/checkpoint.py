@@ -31,6 +31,7 @@ from formats.layout.pieces import match_pieces
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
 from formats.model.accepted import LAST_STEP
+from formats.model.padding import require_rows, unit_of
 
 NAME = NANOTRON.name
 METADATA = "checkpoint_metadata.json"
@@ -40,8 +41,9 @@ STEP, SAMPLES = LAST_STEP, "consumed_train_samples"
 RUN_CONFIG = "config.yaml"
 STATE = ("optimizer", "lr_scheduler", "random")
 """Folders with training state, for resuming the training."""
+DIVISIBLE_BY = re.compile(r"^ +make_vocab_size_divisible_by: *(\d{1,9}) *$", re.MULTILINE)
 WITH_MUP = re.compile(r"^ +use_mup: *true *$", re.MULTILINE | re.IGNORECASE)
-"""A line of the run's config, as yaml.dump writes it (config/config.py `save_as_yaml`)."""
+"""Lines of the run's config, as yaml.dump writes it (config/config.py `save_as_yaml`)."""
 FRESH = "load_optimizer: false and load_lr_scheduler: false in its config"
 
 
@@ -91,7 +93,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     Raises:
         SourceError: a file is missing or damaged.
         UnsupportedError: the model, or the version of the files, is not supported.
-        RefusedError: model_config.json and the Hugging Face config contradict each other.
+        RefusedError: model_config.json and the Hugging Face config contradict each other, or the vocabulary would have
+            been padded to fewer rows.
     """
     home = locate(path)
     assets = settings.config or next(
@@ -113,6 +116,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             "they are of two saves",
         )
     padded = settings_file[model_config.VOCAB]
+    require_rows(spec.vocab, padded, _padding_unit(home, topology["tp"], padded), home, settings.values)
     slots = slots_of(spec, padded, neighbours=neighbours)
     _require_all(slots, files, home)
     _, pieces, dropped = match_pieces(slots, shards.pieces_by_parameter(files), (), home)
@@ -146,6 +150,17 @@ def _metadata(home: Path) -> Mapping[str, Any]:
     metadata = read_json(path)
     shards.require_known(metadata.get("version"), path)
     return metadata
+
+
+def _padding_unit(home: Path, tp: int, rows: int) -> int:
+    """Return the number that the rows of the padded vocabulary are a multiple of; all rows if the run does not say it.
+
+    The trainer pads by `make_vocab_size_divisible_by` of the run's config times its tensor parallel size, and puts the
+    padded number into the config that it saves (trainer.py `init_model`).
+    """
+    path = home / RUN_CONFIG
+    said = DIVISIBLE_BY.search(path.read_text()) if path.is_file() else None
+    return unit_of(int(said[1]) if said else None, tp, rows)
 
 
 def _step(metadata: Mapping[str, Any], home: Path) -> int | None:

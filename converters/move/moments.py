@@ -30,13 +30,14 @@ class Moments:
     """The elements of one job's tensor that no optimizer computes.
 
     Attributes:
-        state: the optimizer state that is judged; empty where the tensor is no moment, or is not judged.
+        state: the optimizer state that is judged, also where it is written in place of weights; empty where the tensor
+            is no moment, or is not judged.
         count: how many such elements there were.
         first: the first of them.
     """
 
     def __init__(self, job: Job, accepted: tuple[str, ...]) -> None:
-        state = job.state.partition(".")[0]
+        state = job.state.partition(".")[0] or job.moment
         judged = state in LEAST and state not in accepted and job.dtype in FLOATS
         self.state = state if job.targets and judged else ""
         self.job, self.count, self.first = job, 0, 0.0

@@ -23,6 +23,7 @@ from formats.layout.placed import Placed
 from formats.layout.slots import ORIGINAL, Replica
 from formats.layout.tensors import EXACT
 from formats.model.spec import Spec, Verbatim
+from formats.optimizer import STATES
 
 PADDING = "padding"
 """The state of a job that moves rows of vocabulary padding, for a training that is resumed with them."""
@@ -83,6 +84,7 @@ class Job:
     weights. `centred` tells of source and target whether they store the tensor minus one. A tensor that is computed
     from several has `terms` in place of sources; its rows are rescaled to `norms`, and `edge` names the computation.
     `key` is the name of the tensor in the source's files; with `shared`, of the physical tensor that has others too.
+    `moment` is the optimizer state that the source gives in place of its weights (`--weights exp_avg`), if it is one.
     """
 
     tensor: str
@@ -104,6 +106,7 @@ class Job:
     edge: str = ""
     key: str = ""
     shared: bool = False
+    moment: str = ""
 
     @property
     def made(self) -> Job:
@@ -279,6 +282,7 @@ def make_plan(
         require_castable(source)
     jobs = []
     padded = source.padded_vocab
+    moment = next((state for state in STATES[1:] if state == source.settings.weights), "")
     boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
     for (tensor, layer, held_shape), (_, _, shape) in boxes:
         if tensor in source.without:
@@ -310,6 +314,7 @@ def make_plan(
                 centred=((tensor, layer) in centred, (tensor, layer) in less_one),
                 key=sources[ORIGINAL].key,
                 shared=sources[ORIGINAL].shared,
+                moment=moment,
             )
         )  # fmt: skip
     if target:

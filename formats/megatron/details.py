@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Details
+from formats.errors import SourceError
 from formats.megatron import megatron_llm
 from formats.megatron.args import fields
+from formats.megatron.folders import iteration_named, name_of
 from formats.megatron.shards import iteration_of, vocab_multiple
 from formats.torch_files.archive import TorchFile
 
@@ -23,7 +25,7 @@ class Megatron(Details):
 
     Attributes:
         args: the attributes of the checkpoint's `args`.
-        iteration: the iteration in the files; 0 in a release.
+        iteration: the iteration in the files, or else that of the folder's name; 0 in a release.
         vocab_multiple: the vocabulary is padded to a multiple of this number times the tensor parallel size.
         norm: the naming of the norms, `te` (Transformer Engine) or `local`.
         experts: the naming of the experts, `te` or `local`; None if it is that of the norms.
@@ -55,9 +57,12 @@ def details(
         norm: the naming of the norms.
         experts: the naming of the experts.
         interleaves: rows of the interleaved blocks of gate and up.
+
+    Raises:
+        SourceError: the iteration is no number, or not that of the folder's name.
     """
     kind, fresh = ("", FRESH) if dialect != megatron_llm.NAME else (dialect, megatron_llm.FRESH)
-    iteration = iteration_of(file)
+    iteration = _iteration(file, folder)
     return Megatron(
         kind=kind,
         fresh=fresh,
@@ -72,3 +77,20 @@ def details(
         interleaves=interleaves,
         dialect=dialect,
     )
+
+
+def _iteration(file: TorchFile, folder: Path) -> int:
+    """The iteration in a file; where the file says none, that of the folder's name, and 0 without one.
+
+    Raises:
+        SourceError: the iteration is no number, or not that of the folder's name.
+    """
+    saved, named = iteration_of(file), iteration_named(folder)
+    if file.value.get("iteration", "release") == "release":
+        return named or 0
+    if named not in (None, saved):
+        raise SourceError(
+            f"{file.path} is of iteration {saved}, its folder of {named}: files of different saves",
+            f"copy the iteration again; a folder that was only renamed has to be {name_of(saved)}",
+        )
+    return saved

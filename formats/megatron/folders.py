@@ -40,3 +40,9 @@ def locate(path: Path) -> tuple[Path, Path]:
 def name_of(iteration: int | None) -> str:
     """The name of the folder of an iteration; None for a release."""
     return "release" if iteration is None else f"iter_{iteration:07d}"
+
+
+def iteration_named(folder: Path) -> int | None:
+    """The iteration that the name of a folder says; None for a release, and for a folder of another name."""
+    named = re.fullmatch(r"iter_([0-9]{1,18})", folder.name)
+    return int(named[1]) if named else None

@@ -34,6 +34,7 @@ from formats.megatron.chained_optimizer import (
 )
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import OTHERS, PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
+from formats.megatron.optimizer_numbers import require_numbers
 from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
 from formats.model.spec import Verbatim
 from formats.optimizer import CARRIED, MOMENTUM, STATES, require_states
@@ -87,7 +88,7 @@ def read(source: Checkpoint) -> Optimizer:
     optimizer = READERS[details.dialect](source)
     for group in optimizer.groups:
         require_states(group, str(source.home))
-    _require_one_step(optimizer, str(source.home))
+    require_numbers(optimizer, str(source.home))
     dtypes = {dtype for (name, _), dtype in source.dtypes().items() if name not in BUFFERS}
     half = dtypes.intersection(HALF)
     if half and dtypes != half:
@@ -98,20 +99,6 @@ def read(source: Checkpoint) -> Optimizer:
     if missing := states - set(optimizer.states):
         raise SourceError(f"{source.home} holds no {' and no '.join(sorted(missing))}: its optimizer is not {kind}")
     return optimizer
-
-
-def _require_one_step(optimizer: Optimizer, where: str) -> None:
-    """Refuse an optimizer whose parameter groups and states record different numbers of updates.
-
-    Raises:
-        UnsupportedError: the numbers differ.
-    """
-    steps = {float(group["step"]) for group in optimizer.groups if type(group.get("step")) in (int, float)}
-    if optimizer.step is not None and optimizer.step.shape == ():
-        steps.add(float(optimizer.step.number))
-    if len(steps) > 1:
-        numbers = ", ".join(f"{number:g}" for number in sorted(steps))
-        raise UnsupportedError(f"{where}: its parameters have made different numbers of steps: {numbers}")
 
 
 def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:

@@ -468,8 +468,8 @@ def test_states_of_any_type_are_read_or_refused(sound, convert, tmp_path, where,
     if where.endswith("key") and value in ("nested",):
         code = opcodes(((1, 2), 3))
     root = infected(sound, tmp_path / "m", code, where)
-    (root / "release").rename(root / "iter_0000007")
-    (root / "latest_checkpointed_iteration.txt").write_text("7")
+    (root / "release").rename(root / "iter_0000000")
+    (root / "latest_checkpointed_iteration.txt").write_text("0")
     ran = try_all(convert, "reshard", root, tmp_path / "out", "--quiet")
     assert not sane(ran), sane(ran)
     if ran.code:

@@ -118,12 +118,43 @@ def test_settings_of_another_optimizer(runs, model, convert, tmp_path, setting, 
         spoil(run, lambda stored: [group.update(setting) for group in adam(stored)["param_groups"]], rank=rank)
     for command in (["hf2fsdp"], ["zero2universal"], ["reshard", "--tp", 1]):
         ran = convert(command[0], run, out, *command[1:], *(["--with-optimizer"] * (command[0] != "zero2universal")))
-        if command[0] == "reshard" and "keeps" not in message:
+        if command[0] == "reshard" and "keeps" not in message and "its eps" not in message:
             assert ran.code == 0, ran.err
         else:
             assert (ran.code, message in ran.err, out.exists()) == (3 if "its eps" in message else 4, True, False), (
                 ran.err
             )
+
+
+def scheduled(count: object) -> Any:
+    return lambda stored: stored.update(opt_param_scheduler={**stored["opt_param_scheduler"], "num_steps": count})
+
+
+def grouped(**settings: object) -> Any:
+    return lambda stored: [group.update(settings) for group in adam(stored)["param_groups"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (grouped(step=-1), "the step of its optimizer is -1, which is no count"),
+        (grouped(step=3.5), "the step of its optimizer is 3.5, which is no count"),
+        (grouped(step="3"), "the step of its optimizer is '3', which is no number"),
+        (grouped(step=None), "the step of its optimizer is None, which is no number"),
+        (grouped(step=True), "the step of its optimizer is True, which is no number"),
+        (grouped(lr="x"), "its lr is 'x', which is no number"),
+        (grouped(betas=(0.9,)), "has the betas"),
+        (scheduled(-5), "num_steps of its opt_param_scheduler is -5, which is no count"),
+        (scheduled("x"), "num_steps of its opt_param_scheduler is 'x', which is no number"),
+        (scheduled(None), "num_steps of its opt_param_scheduler is None, which is no number"),
+    ],
+)
+def test_numbers_that_no_training_saves(runs, convert, tmp_path, change, message):
+    run, out = shutil.copytree(runs["distributed"], tmp_path / "run"), tmp_path / "out"
+    for rank in (0, 1):
+        spoil(run, change, rank=rank)
+    ran = convert("reshard", run, out, "--with-optimizer", "--tp", 1)
+    assert (ran.code, message in ran.err, out.exists()) == (3, True, False), ran.err
 
 
 def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):

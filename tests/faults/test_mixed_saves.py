@@ -39,6 +39,27 @@ def test_megatron_ranks_of_one_iteration_and_two_runs(model, convert, tmp_path, 
     refused(ran, 3, f"{paths[1]} is of {name} 3200, {paths[0]} of 1600: files of different saves", "hint:")
 
 
+@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
+def test_megatron_files_of_another_iteration_than_their_folder(model, convert, tmp_path, kind):
+    import torch
+
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert convert("hf2megatron", model("llama"), run, "--format", kind, "--iteration", 100).code == 0
+    path = next(run.glob("iter_0000100/common.pt" if kind == "torch_dist" else "iter_*/*/model_optim_rng.pt"))
+    stored = torch.load(path, weights_only=False)
+    torch.save(stored | {"iteration": 9}, path)
+    message = f"{path} is of iteration 9, its folder of 100: files of different saves"
+    for command in ("reshard", "megatron2hf"):
+        refused(convert(command, run, out), 3, message, "has to be iter_0000009")
+    del stored["iteration"]
+    torch.save(stored, path)
+    ran = convert("reshard", run, out)
+    assert (ran.code, (out / "iter_0000100").is_dir()) == (0, True), ran.err
+    renamed = shutil.copytree(run / "iter_0000100", tmp_path / "kept")
+    torch.save(stored | {"iteration": 9}, renamed / path.relative_to(run / "iter_0000100"))
+    assert convert("megatron2hf", renamed, tmp_path / "hf").code == 0, "a folder whose name says no iteration"
+
+
 @pytest.mark.parametrize("name", ["iteration", *COUNTERS])
 def test_neox_ranks(convert, tmp_path, name):
     """Of files that GPT-NeoX wrote: one of two ranks is made that of another step."""

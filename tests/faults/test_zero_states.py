@@ -203,6 +203,21 @@ def test_what_an_optimizer_cannot_hold_is_refused(convert, tmp_path, change, cod
     refused(convert("zero2universal", save(tmp_path / "run", model, states), tmp_path / "out", "-q"), code, message)
 
 
+@pytest.mark.parametrize(("state", "value"), [("exp_avg_sq", "-1"), ("exp_avg", "nan")])
+def test_moments_in_place_of_the_weights_are_judged_too(convert, tmp_path, state, value):
+    import torch
+
+    flat, states = torch.arange(32.0), partition(torch.arange(32.0))
+    states["base_optimizer_state"]["state"][0][state] = torch.full((32,), float(value))
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run, out = save(tmp_path / "run", model, states), tmp_path / "out"
+    argv = ("zero2hf", run, out, "--weights", state, "--verbatim", "-q")
+    refused(convert(*argv), 5, f"holds {value}, and 32 of 32 elements are such", f"--accept {state}")
+    assert not out.exists()
+    assert convert("digest", run, *argv[3:6]).code == 0, "moments that are only read"
+    assert convert(*argv, "--accept", state).code == 0
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "value", "message"),

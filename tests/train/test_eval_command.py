@@ -189,8 +189,8 @@ def test_checkpoints_of_other_frameworks(trained, evaluate, convert, tmp_path):
     for step in scores:
         assert (run / f"perplexity/{step}.csv").read_text().startswith("time,step,one_TotalCE,one_CE,one_PPL")
     assert printed(evaluate(config, "--json", *NONE))["checkpoint"] == str(run / "global_step700")
-    assert convert("hf2megatron", hf, tmp_path / "mega", "--tp", 2).code == 0
-    place = (tmp_path / "mega/release").rename(tmp_path / "mega/iter_0000009")
+    assert convert("hf2megatron", hf, tmp_path / "mega", "--tp", 2, "--iteration", 9).code == 0
+    place = tmp_path / "mega/iter_0000009"
     other = printed(evaluate(config, "--checkpoint", place, "--json", *NONE))
     assert (other["global_step"], other["sets"]) == (9, expected[1])
     assert not (run / "perplexity/9.csv").exists()

@@ -27,7 +27,7 @@ from formats.huggingface.config import config_differences, from_huggingface, unk
 from formats.huggingface.folder import has_weights, read_files
 from formats.layout.table import MTP
 from formats.model.coherence import FURTHER, Finding, contradictions, losses, predicts_further
-from formats.model.spec import Spec, Verbatim, differences
+from formats.model.spec import Spec, Verbatim, computing_differences, differences
 from formats.model.vocab_rows import EMBEDDING, HEAD, rows
 
 NEEDED = ("transformers", "torch", "accelerate")
@@ -46,11 +46,6 @@ UNPROVEN = "a kind of tensor that is missing from every layer would not be seen"
 AS_THEY_ARE = "take the tensors as they are with --verbatim"
 BASE = "name its base with the weights (--config BASE), or "
 INSTALL = "install a transformers that knows the model (pip install 'vitruvian[transformers]'), or "
-COMPARED_BY_NAMES = ("vocab", "tied", "mtp_layers")
-"""Settings of a model in memory that are compared by the names and shapes of its tensors."""
-OF_LENGTH = ("dynamic", "longrope", "yarn")
-"""Kinds of rope scaling that may compute with `max_positions`, which elsewhere is a limit and computes nothing
-(transformers 5.23.0, modeling_rope_utils.py)."""
 UNBOUNDED = (
     "the files of torch's Hugging Face writer do not record how many there were, and nothing tells whether the last of "
     "them are here"
@@ -265,6 +260,4 @@ def model_differences(source: Checkpoint, config: Mapping[str, Any], own: Mappin
     family = find_family(config)
     if family is None:
         return [f"family: {source.spec.family} | {config.get('model_type')}"]
-    changed = differences(source.spec, from_huggingface(config, {}, where))
-    idle = () if (source.spec.rope_scaling or {}).get("rope_type") in OF_LENGTH else ("max_positions",)
-    return [text for text in changed if text.partition(":")[0] not in (*COMPARED_BY_NAMES, *idle)]
+    return computing_differences(source.spec, from_huggingface(config, {}, where))

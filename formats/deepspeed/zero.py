@@ -24,7 +24,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, some
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.huggingface import language_model
+from formats.huggingface import language_model, own_config
 from formats.layout.pieces import Scattered, match_pieces, single_piece
 from formats.layout.placed import Placed, files_of
 from formats.layout.slots import Slot
@@ -89,10 +89,12 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     tensors |= _aliases(first.value, tensors, unnamed=unnamed)
     keys = _keys(tensors, tag, settings.adapter, unnamed=unnamed)
     part = _part(assets, settings, keys)
-    keys, notes = part.of(keys), [*notes, *part.notes]
+    names, keys, notes = [*keys], part.of(keys), [*notes, *part.notes]
     shapes, config = {key: tensors[name].shape for key, name in keys.items()}, part.config or None
     beside = _keys(tensors, tag, "merged", unnamed=unnamed) if settings.adapter == "only" else {}
     spec = _spec(shapes, part.config, assets, settings, {key: tensors[name].shape for key, name in beside.items()})
+    if assets is not None:
+        own_config.require_same(_own_folder(path, run, tag), huggingface.read_config(assets), names, settings, spec)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
     if whole and source != "module" and not unnamed:
         universal.require_trained(tag, first.value, slots if isinstance(spec, ModelSpec) else None, keys)
@@ -381,14 +383,17 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings, *, need
     """
     if settings.adapter == "only":
         return None
-    if settings.config is not None:
-        return settings.config
-    for place in (path, run, tag, tag.parent):
-        if (place / "config.json").is_file():
-            return place
+    found = settings.config or _own_folder(path, run, tag)
+    if found is not None:
+        return found
     if needed or any(getattr(settings, name) not in (None, False, (), {}) for name in OF_MODEL):
         raise OptionNeededError(f"{path} has no config.json", HINT)
     return None
+
+
+def _own_folder(path: Path, run: Path, tag: Path) -> Path | None:
+    """The folder of the config.json beside the weights."""
+    return next((place for place in (path, run, tag, tag.parent) if (place / "config.json").is_file()), None)
 
 
 def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:

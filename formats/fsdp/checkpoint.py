@@ -24,7 +24,7 @@ from formats.families.family import Family
 from formats.fsdp import FSDP, native, nearby_config, olmo_core, whole_models
 from formats.fsdp.contents import Listing, contents, lister
 from formats.huggingface import folder as huggingface
-from formats.huggingface import language_model
+from formats.huggingface import language_model, own_config
 from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.placed import files_of
 from formats.layout.slots import Slot
@@ -92,6 +92,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
     assets = nearby_config.config_folder(path, folder, settings, known)
     config, uncovered, notes = huggingface.read_config(assets) if assets else None, None, tuple[str, ...]()
+    base, names = config, list[str]()
     whole, tower = None, dict[str, Scattered]()
     spec: Spec
     if assets is None or config is None:
@@ -101,6 +102,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
     else:
         tensors, dropped = _read_tensors(path, listing, settings)
+        names = list(tensors)
         tower = whole_models.tower_in(tensors, native.trainer_of(tensors))
         if tower:
             whole = whole_models.whole_of(config, tensors, native.TORCHTITAN, str(assets / "config.json"))
@@ -108,6 +110,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         spec, tensors = _spec_and_tensors(part.of(tensors), part.config, assets, settings)
         config, uncovered, notes = part.config, part.left, part.notes
     trainer = native.trainer_of(tensors)
+    if base is not None:
+        beside = nearby_config.own_folder(path, folder)
+        own_config.require_same(beside, base, names, settings, None if whole else spec)
     if trainer:
         slots = _native_slots(spec, trainer, whole.table if whole else None)
     else:

@@ -31,22 +31,26 @@ def config_folder(path: Path, folder: Path, settings: Settings, known: Callable[
     Raises:
         OptionNeededError: there is no config.json.
     """
-    if settings.config is not None:
-        return settings.config
-    described = False
-    for config in configs(path, folder):
-        if not olmo_core.is_own(config):
-            return config.parent
-        described = True
-    named = _model_name(path) or _model_name(path.parent)
-    if named and (Path(named) / "config.json").is_file():
-        return Path(named)
-    if described:
-        return None
+    found = settings.config or own_folder(path, folder)
+    if found or any(configs(path, folder)):
+        return found
+    named = _named(path)
     hint = f" (train_params.yaml names {named})" if named else ""
     raise OptionNeededError(
         f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}", known
     )
+
+
+def own_folder(path: Path, folder: Path) -> Path | None:
+    """The folder with the Hugging Face config.json that a trainer left beside the weights, or named there."""
+    beside = next((config.parent for config in configs(path, folder) if not olmo_core.is_own(config)), None)
+    named = _named(path)
+    return beside or (Path(named) if named and (Path(named) / "config.json").is_file() else None)
+
+
+def _named(path: Path) -> str | None:
+    """The model that a file beside the weights names, or one in the folder above."""
+    return _model_name(path) or _model_name(path.parent)
 
 
 def _model_name(folder: Path) -> str | None:

@@ -23,7 +23,7 @@ from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, 
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
-from formats.huggingface import HUGGINGFACE, language_model, mtp
+from formats.huggingface import HUGGINGFACE, language_model, mtp, own_config
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
@@ -102,7 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder.
 
     Raises:
-        SourceError: there is none, or its `quantization_config` is empty.
+        SourceError: there is none, its `quantization_config` is empty, or `layer_types` are not those of its layers.
         UnsupportedError: with it transformers reads other files than those of usual names.
     """
     config = read_json(folder / "config.json")
@@ -117,7 +117,29 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'} says quantization_config = {{}}, with which transformers loads no model",
             "remove the key if the weights are not quantized",
         )
+    _require_type_of_each_layer(config, folder)
     return config
+
+
+def _require_type_of_each_layer(config: dict[str, Any], folder: Path) -> None:
+    """Refuse `layer_types` of another length than the layers, with which transformers loads no model.
+
+    Source: transformers 5.23.0, configuration_utils.py `validate_layer_type`. Some classes have types of the layers
+    that predict further tokens there too (configuration_step3p7.py). Code of a model's own may mean something else.
+
+    Raises:
+        SourceError: the lengths differ.
+    """
+    text = untabled.language(config)
+    types, layers, further = (text.get(key) for key in ("layer_types", "num_hidden_layers", "num_nextn_predict_layers"))
+    if "auto_map" in config or not isinstance(types, list) or type(layers) is not int:
+        return
+    if len(types) not in (layers, layers + (further if type(further) is int else 0)):
+        raise SourceError(
+            f"{folder / CONFIG} contradicts itself: num_hidden_layers = {layers}, and layer_types of {len(types)} "
+            "layers: transformers loads no such model",
+            "correct the one that is wrong",
+        )
 
 
 def read_spec(config: Mapping[str, Any], folder: Path, settings: Settings) -> ModelSpec:
@@ -147,16 +169,17 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     files = tuple(sorted({fragment.path for fragment in fragments.values()}))
     config, folder = read_config(path), settings.config or path
     named = config if folder == path else read_config(folder)
-    part = language_model.select(named, fragments, settings, str(folder / "config.json"))
+    part, names = language_model.select(named, fragments, settings, str(folder / "config.json")), [*fragments]
     fragments = part.of(language_model.with_transposed_experts(named, fragments, settings))
     spec = spec_of({key: fragment.shape for key, fragment in fragments.items()}, part.config, folder, settings)
+    own_config.require_same(path, named, names, settings, spec)
     if isinstance(spec, ModelSpec):
         fragments, note = dequantized(fragments, config)
     placed, dropped = match(model_slots(spec, fragments), {ALONE: fragments}, drops(spec, fragments, settings), path)
     other = unindexed_files(path)
     unread_files = f"{some(other, 4)} in {path} are not read, nor does transformers: the model is in other files"
     notes = tuple(filter(None, [note, unread_pickles_note(path), unread_files if other else "", *part.notes]))
-    own_config = config if settings.only is None else part.config
+    carried = config if settings.only is None else part.config
     return Checkpoint(
         path,
         path,
@@ -168,7 +191,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         {},
         path,
         notes=notes,
-        config=own_config,
+        config=carried,
         left=part.left,
     )
 

@@ -156,11 +156,18 @@ def require_same_settings(
         RefusedError: they differ in another setting.
     """
     contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in may_differ]
-    if contradictions:
-        raise RefusedError(
-            f"{both} contradict each other ({columns}): {'; '.join(contradictions)}",
-            "decide with --set NAME=VALUE, or give the right config with --config",
-        )
+    hint = "decide with --set NAME=VALUE, or give the right config with --config"
+    require_no_contradictions(contradictions, both, columns, hint)
+
+
+def require_no_contradictions(differing: Iterable[str], both: str, columns: str, hint: str) -> None:
+    """Refuse two descriptions of one model that differ, as `name: one | other`.
+
+    Raises:
+        RefusedError: they differ.
+    """
+    if lines := [*differing]:
+        raise RefusedError(f"{both} contradict each other ({columns}): {'; '.join(lines)}", hint)
 
 
 def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...] | None]:

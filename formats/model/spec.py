@@ -252,6 +252,12 @@ class Verbatim:
 Spec = ModelSpec | Verbatim
 """The settings of a model."""
 
+COMPARED_BY_NAMES = ("vocab", "tied", "mtp_layers")
+"""Settings of a model that names and shapes of its tensors tell."""
+OF_LENGTH = ("dynamic", "longrope", "yarn")
+"""Kinds of rope scaling that may compute with `max_positions`, which elsewhere is a limit and computes nothing
+(transformers 5.23.0, modeling_rope_utils.py)."""
+
 
 def differences(one: Spec, other: Spec) -> list[str]:
     """The settings in which two models differ, as `name: one | other`."""
@@ -261,3 +267,9 @@ def differences(one: Spec, other: Spec) -> list[str]:
     ours, theirs = one.settings(), other.settings()
     names = dict.fromkeys([*ours, *theirs])
     return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
+
+
+def computing_differences(one: ModelSpec, other: ModelSpec) -> list[str]:
+    """The differences of two models that change what is computed, and that no name or shape of a tensor tells."""
+    idle = () if (one.rope_scaling or {}).get("rope_type") in OF_LENGTH else ("max_positions",)
+    return [line for line in differences(one, other) if line.partition(":")[0] not in (*COMPARED_BY_NAMES, *idle)]

@@ -601,3 +601,83 @@ def test_a_config_that_names_other_files_than_are_read_is_refused(model, convert
         refused(convert(command, tmp_path / "src", tmp_path / "out"), 4, f"says {key} = ", f"reads its {content} there")
     (tmp_path / "src/config.json").write_text(json.dumps(config | {key: [] if content == "settings" else None}))
     assert convert("hf2hf", tmp_path / "src", tmp_path / "out").code == 0
+
+
+def changed_config(source: Path, to: Path, **changes) -> Path:
+    """A folder with the config.json of `source`, but for some keys."""
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | changes))
+    return to
+
+
+@pytest.fixture
+def trained(model, convert, tmp_path):
+    """A checkpoint of a training, with the config.json that the trainer left beside its weights."""
+    assert convert("hf2fsdp", model(), tmp_path / "checkpoint").code == 0
+    return tmp_path / "checkpoint"
+
+
+ROPE = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+"""Another base of the rotary embedding than the tiny models have."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}, "heads: 8 | 4; kv_heads: 4 | 2"),
+        (ROPE, "rope_theta: "),
+        ({"rms_norm_eps": 1e-3}, "norm_epsilon: 1e-06 | 0.001"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'silu' | 'gelu'"),
+    ],
+)
+def test_a_config_that_contradicts_the_one_beside_the_weights_is_refused(
+    model, convert, tmp_path, trained, changes, said
+):
+    """Its shapes are the same: one of the two was taken without a word, and logits were those of another model."""
+    base = changed_config(model(), tmp_path / "base", **changes)
+    for command, source in (("hf2hf", model()), ("hf2megatron", model()), ("fsdp2hf", trained)):
+        ran = convert(command, source, tmp_path / "out", "--config", base)
+        said_of = "base/config.json contradict each other ("
+        refused(ran, 5, said_of, said, "leave --config out, correct one of them, or decide with --set NAME=VALUE")
+
+
+def test_what_the_user_set_is_in_neither_config(model, convert, tmp_path, trained):
+    base = changed_config(model(), tmp_path / "base", **ROPE)
+    assert convert("fsdp2hf", trained, tmp_path / "out", "--config", base, "--set", "rope_theta=500000").code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["rope_parameters"]["rope_theta"] == 5e5
+
+
+def test_what_no_logit_depends_on_may_differ_from_the_config_beside_the_weights(model, convert, tmp_path, trained):
+    """As trainers change it: dtype, cache, names and versions, the greatest length, tokens."""
+    idle = {
+        "torch_dtype": "float16", "use_cache": False, "_name_or_path": "elsewhere", "transformers_version": "4.40.0",
+        "eos_token_id": 7,
+    }  # fmt: skip
+    base = changed_config(model(), tmp_path / "base", **idle)
+    assert convert("hf2hf", model(), tmp_path / "copy", "--config", base, "--verbatim").code == 0
+    longer = changed_config(model(), tmp_path / "longer", **idle, max_position_embeddings=4096)
+    assert convert("fsdp2hf", trained, tmp_path / "out", "--config", longer).code == 0
+
+
+def test_two_configs_of_a_model_without_a_table_are_compared_in_the_keys_of_both(model, convert, tmp_path, trained):
+    same = changed_config(model(), tmp_path / "same")
+    config = json.loads((same / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (same / "config.json").write_text(json.dumps(config | {"a_default": 3}))
+    assert convert("fsdp2hf", trained, tmp_path / "out", "--config", same, "--verbatim").code == 0
+    other = changed_config(model(), tmp_path / "other", **ROPE)
+    ran = convert("fsdp2hf", trained, tmp_path / "no", "--config", other, "--verbatim")
+    refused(ran, 5, "contradict each other (checkpoint | other): rope_parameters: ")
+
+
+@pytest.mark.parametrize("length", [3, 5])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_layer_types_of_another_number_of_layers(model, convert, tmp_path, name, length):
+    """transformers 5.23 loads no such model: "`num_hidden_layers` (4) must be equal to the number of `layer_types`"."""
+    types = json.loads((model(name) / "config.json").read_text())["layer_types"]
+    base = changed_config(model(name), tmp_path / "base", layer_types=(types * 2)[:length])
+    source = shutil.copytree(model(name), tmp_path / "source")
+    shutil.copy(base / "config.json", source)
+    said = f"num_hidden_layers = 4, and layer_types of {length} layers"
+    for argv in ((source, tmp_path / "out"), (model(name), tmp_path / "out", "--config", base)):
+        refused(convert("hf2hf", *argv), 3, said)

@@ -26,7 +26,7 @@ from formats.disk.handle import is_remote
 from formats.disk.safetensors import DTYPES as SIZES
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.huggingface import MAXTEXT, language_model
+from formats.huggingface import MAXTEXT, language_model, own_config
 from formats.huggingface import folder as huggingface
 from formats.huggingface.maxtext.changes import changed
 from formats.huggingface.maxtext.decoder import neighbours_of
@@ -90,9 +90,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     tree = read_tree(home)
     every = [".".join(name) for name in tree.names]
     names = _parameters(every, home)
-    assets = settings.config or next(
-        (folder for folder in (path / ASSETS, path, home) if (folder / "config.json").is_file()), None
-    )
+    own = next((folder for folder in (path / ASSETS, path, home) if (folder / "config.json").is_file()), None)
+    assets = settings.config or own
     config = huggingface.read_config(assets) if assets else None
     if assets is None or config is None:
         raise OptionNeededError(
@@ -100,11 +99,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             "add --config BASE, a folder of Hugging Face whose config.json describes it",
             lambda: _contents(path, tree),
         )
+    base, heads = config, [HEAD_NAME] if HEAD in names else []
     part = language_model.select(
-        config, [HEAD_NAME] if HEAD in names else [], settings, str(assets / "config.json")
+        base, heads, settings, str(assets / "config.json")
     )  # MaxText trains the text of a Gemma 3 alone
     config = part.config
     spec = huggingface.read_spec(config, assets, settings)
+    own_config.require_same(own, base, heads, settings, spec)
     neighbours = neighbours_of(spec, assets)
     described = arrays(tree.store, names.values())
     tensors = dict[str, Scattered]()

@@ -1,0 +1,91 @@
+"""Compare the config.json that is beside weights with the one that the user names for them (`--config`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Settings
+from formats.disk.json_file import read_json
+from formats.errors import UnsupportedError, short
+from formats.huggingface import language_model
+from formats.huggingface.config import config_differences, from_huggingface
+from formats.model.checks import require_no_contradictions
+from formats.model.spec import ModelSpec, Spec, computing_differences
+
+CONFIG = "config.json"
+IDLE = (
+    "vocab_size", "tie_word_embeddings", "output_router_logits", "router_aux_loss_coef", "output_attentions",
+    "output_hidden_states", "return_dict", "id2label", "label2id",
+)  # fmt: skip
+"""Keys in which the two configs of a model without a table may differ: shapes and names of the weights tell the first
+two, and no logit depends on the others. The same holds of the ids of special tokens."""
+HINT = "leave --config out, correct one of them, or decide with --set NAME=VALUE"
+
+
+def require_same(
+    own: Path | None, base: Mapping[str, Any], keys: Iterable[str], settings: Settings, spec: Spec | None
+) -> None:
+    """Refuse a config of the user that contradicts the one that the weights come with.
+
+    Settings that the user passed overrule both configs, and so do names and shapes of the weights (`tied`, `vocab`).
+
+    Args:
+        own: the folder with the config.json that is read without `--config`, if there is one.
+        base: the config.json that the user named.
+        keys: the names of the tensors in the checkpoint.
+        settings: the user's settings.
+        spec: the model as `base` has it; None where its config is carried as it is.
+
+    Raises:
+        RefusedError: the two contradict each other.
+        SourceError: the config beside the weights cannot be read.
+    """
+    if own is None or settings.config is None:
+        return
+    where, config = str(own / CONFIG), read_json(own / CONFIG)
+    if not isinstance(config.get("model_type"), str):  # of a trainer, not of a model
+        return
+    names = list(keys)
+    ours, theirs = (language_model.select(dict(each), names, settings, where).config for each in (config, base))
+    if isinstance(spec, ModelSpec):
+        lines = _table_differences(ours, spec, where, settings)
+    else:
+        lines = config_differences(*_shared(ours, theirs))
+    both = f"{where} and {settings.config / CONFIG}"
+    require_no_contradictions(lines, both, f"{own.name} | {settings.config.name}", HINT)
+
+
+def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, settings: Settings) -> list[str]:
+    """The settings in which a config differs from a spec; of a key of the family's own, only where both have a value.
+
+    A null of such a key stands for a value that the class derives from others, and that trainers spell out.
+    """
+    try:
+        ours = from_huggingface(config, settings.values, where)
+    except UnsupportedError as error:
+        return [f"{short(config['model_type'])}, which no table describes ({error}) | {spec.family}"]
+    owned = [name for name in ours.own if None not in (ours.own[name], spec.own.get(name))]
+    further = [
+        f"{name}: {short(ours.own[name])} | {short(spec.own[name])}"
+        for name in owned
+        if ours.own[name] != spec.own[name]
+    ]
+    return [*computing_differences(replace(ours, own=spec.own), spec), *further]
+
+
+def _shared(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two configs with the keys that both have; a key that one lacks may be a default of its class."""
+
+    def pairs() -> Iterator[tuple[str, Any, Any]]:
+        for name in (name for name in one if name in other):
+            ours, theirs = one[name], other[name]
+            if None in (ours, theirs) or name in IDLE or name.startswith("_") or name.endswith("_token_id"):
+                continue
+            nested = isinstance(ours, dict) and isinstance(theirs, dict)
+            yield (name, *(_shared(ours, theirs) if nested else (ours, theirs)))
+
+    both = list(pairs())
+    return {name: ours for name, ours, _ in both}, {name: theirs for name, _, theirs in both}

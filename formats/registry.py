@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.deepspeed import MDS, NEOX, ZERO
-from formats.disk.handle import dangling
 from formats.errors import RefusedError, SourceError, some
 from formats.format import Format
 from formats.fsdp import FSDP
@@ -81,6 +80,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
     from formats.checkpoint import Settings
     from formats.detect import signs
     from formats.detect.rivals import require_one
+    from formats.disk.handle import dangling
     from formats.torch_files.saves import require_one_save
 
     try:

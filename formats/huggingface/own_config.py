@@ -50,23 +50,24 @@ def require_same(
         return
     names = list(keys)
     ours, theirs = (language_model.select(dict(each), names, settings, where).config for each in (config, base))
-    if isinstance(spec, ModelSpec):
-        lines = _table_differences(ours, spec, where, settings)
-    else:
+    lines = _table_differences(ours, spec, where, settings) if isinstance(spec, ModelSpec) else None
+    if lines is None:
         lines = config_differences(*_shared(ours, theirs))
     both = f"{where} and {settings.config / CONFIG}"
     require_no_contradictions(lines, both, f"{own.name} | {settings.config.name}", HINT)
 
 
-def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, settings: Settings) -> list[str]:
+def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, settings: Settings) -> list[str] | None:
     """The settings in which a config differs from a spec; of a key of the family's own, only where both have a value.
+
+    None if no table describes the config.
 
     A null of such a key stands for a value that the class derives from others, and that trainers spell out.
     """
     try:
         ours = from_huggingface(config, settings.values, where)
-    except UnsupportedError as error:
-        return [f"{short(config['model_type'])}, which no table describes ({error}) | {spec.family}"]
+    except UnsupportedError:
+        return None
     owned = [name for name in ours.own if None not in (ours.own[name], spec.own.get(name))]
     further = [
         f"{name}: {short(ours.own[name])} | {short(spec.own[name])}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -401,13 +402,16 @@ def test_a_training_is_not_carried(convert, tmp_path):
 def trained(at: Path) -> Path:
     """Bridge's run, with a moment of each weight."""
     run = shutil.copytree(REAL / "qwen3_vl", at)
+    for number in range(2):
+        shutil.copy(run / ITERATION / f"__0_{number}.distcp", run / ITERATION / f"__1_{number}.distcp")
 
     def add(metadata: Any) -> None:
         for name in [name for name in metadata.state_dict_metadata if name.endswith(".weight")]:
             new = f"optimizer.state.exp_avg.{name}"
             metadata.state_dict_metadata[new] = metadata.state_dict_metadata[name]
             for index, where in [item for item in metadata.storage_data.items() if item[0].fqn == name]:
-                metadata.storage_data[type(index)(new, index.offset, index.index)] = where
+                moved = replace(where, relative_path=where.relative_path.replace("__0", "__1"))
+                metadata.storage_data[type(index)(new, index.offset, index.index)] = moved
 
     edit(run / ITERATION, add)
     return run

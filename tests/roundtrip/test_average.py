@@ -233,7 +233,9 @@ def test_settings_of_a_model_without_a_table(convert, tmp_path):
     base = tmp_path / "one"
     same = changed(base, tmp_path / "same", transformers_version="9", use_cache=False, dtype="bfloat16")
     other = changed(base, tmp_path / "other", rms_norm_eps=0.5)
-    layered = [changed(base, tmp_path / kind, layer_types=[kind]) for kind in ("full_attention", "linear_attention")]
+    layered = [
+        changed(base, tmp_path / kind, layer_types=[kind] * 3) for kind in ("full_attention", "linear_attention")
+    ]
     assert convert("average", base, same, tmp_path / "mean").code == 0
     assert convert("average", base, layered[0], tmp_path / "mean of one that does not say").code == 0
     assert [convert(*argv, base, same).code for argv in (["diff"], ["verify"])] == [0, 0]

@@ -44,11 +44,10 @@ def metadata(*, twice: bool = False, lost: int | None = None) -> Metadata:
                 object.__setattr__(index, "offset", offset)
             stored[index] = _StorageInfo(f"__{rank}_0.distcp", number << 33, 1000 + number)
             if rank == lost:
-                stored[MetadataIndex(name, Size((offset[0] + 1, *offset[1:])), rank)] = _StorageInfo(
-                    f"__{rank}_0.distcp", 0, 1
-                )
+                further = MetadataIndex(name, Size((offset[0] + 1, *offset[1:])), rank)
+                stored[further] = _StorageInfo(f"__{rank}_1.distcp", 0, 1)
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=bfloat16), Size((RANKS * ROWS, *width)), chunks)
-    return Metadata(tensors, {name: ("model", name) for name in tensors}, stored)
+    return Metadata(tensors, {name: (name,) for name in tensors}, stored)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -56,7 +55,7 @@ def test_columns_are_what_the_objects_say(tmp_path, twice):
     """With an offset that two objects share, rows are made into objects after all."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata(twice=twice)))
     columns = dcp_metadata.read(tmp_path / ".metadata")
-    assert columns.planner["b"] == ("model", "b")
+    assert columns.planner["b"] == ("b",)
     for number, (name, width) in enumerate({"a": (70000,), "b": (5,), "norm": ()}.items()):
         items = columns.items[name]
         for rank in range(RANKS):

@@ -45,7 +45,7 @@ def metadata(*, twice: bool = False, lost: int | None = None) -> Metadata:
             stored[index] = _StorageInfo(f"__{rank}_0.distcp", number << 33, 1000 + number)
             if rank == lost:
                 further = MetadataIndex(name, Size((offset[0] + 1, *offset[1:])), rank)
-                stored[further] = _StorageInfo(f"__{rank}_1.distcp", 0, 1)
+                stored[further] = _StorageInfo(f"__{rank}_1.distcp", number, 1)
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=bfloat16), Size((RANKS * ROWS, *width)), chunks)
     return Metadata(tensors, {name: (name,) for name in tensors}, stored)
 

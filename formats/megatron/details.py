@@ -80,13 +80,13 @@ def details(
 
 
 def _iteration(file: TorchFile, folder: Path) -> int:
-    """The iteration in a file; where the file says none, that of the folder's name, and 0 without one.
+    """The iteration in a file; where the file says none, or 0 as of a release, that of the folder's name, or 0.
 
     Raises:
         SourceError: the iteration is no number, or not that of the folder's name.
     """
     saved, named = iteration_of(file), iteration_named(folder)
-    if file.value.get("iteration", "release") == "release":
+    if file.value.get("iteration", 0) in ("release", 0):
         return named or 0
     if named not in (None, saved):
         raise SourceError(

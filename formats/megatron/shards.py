@@ -178,6 +178,7 @@ def require_padding(spec: ModelSpec, rows: int, args: Mapping[str, Any], where: 
     """Refuse a vocabulary that a training with these args would have padded to fewer rows than there are.
 
     `pad_vocab_size_to` of BigScience's Megatron-DeepSpeed names the rows themselves (megatron/tokenizer/tokenizer.py).
+    A run that records its vocabulary (`true_vocab_size`) may have been cut for another tensor parallel size.
 
     Args:
         spec: the model, with its vocabulary.
@@ -189,7 +190,7 @@ def require_padding(spec: ModelSpec, rows: int, args: Mapping[str, Any], where: 
     Raises:
         RefusedError: rows of tokens would be taken for padding.
     """
-    if args.get("pad_vocab_size_to") is None:
+    if args.get("pad_vocab_size_to") is None and args.get("true_vocab_size") != spec.vocab:
         unit = unit_of(args.get("make_vocab_size_divisible_by"), args.get("tensor_model_parallel_size"), rows)
         require_rows(spec.vocab, rows, unit, where, settings.values)
 

@@ -52,7 +52,9 @@ def require_same(
     ours, theirs = (language_model.select(dict(each), names, settings, where).config for each in (config, base))
     lines = _table_differences(ours, spec, where, settings) if isinstance(spec, ModelSpec) else None
     if lines is None:
-        lines = config_differences(*_shared(ours, theirs))
+        kinds = ours.get("model_type"), theirs.get("model_type")
+        lines = [f"model_type: {short(kinds[0])} | {short(kinds[1])}"] if kinds[0] != kinds[1] else []
+        lines += config_differences(*_shared(ours, theirs))
     both = f"{where} and {settings.config / CONFIG}"
     require_no_contradictions(lines, both, f"{own.name} | {settings.config.name}", HINT)
 

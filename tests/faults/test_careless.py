@@ -670,6 +670,14 @@ def test_two_configs_of_a_model_without_a_table_are_compared_in_the_keys_of_both
     refused(ran, 5, "contradict each other (checkpoint | other): rope_parameters: ")
 
 
+@pytest.mark.parametrize("options", [[], ["--verbatim"]])
+def test_a_config_of_another_type_that_no_table_describes(model, convert, tmp_path, trained, options):
+    config = json.loads((trained / "config.json").read_text())
+    (trained / "config.json").write_text(json.dumps(config | {"model_type": "stablelm"}))
+    ran = convert("fsdp2hf", trained, tmp_path / "out", "--config", model(), *options)
+    refused(ran, 5, f"contradict each other (checkpoint | {model().name}): model_type: 'stablelm' | 'llama'")
+
+
 @pytest.mark.parametrize("length", [3, 5])
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
 def test_layer_types_of_another_number_of_layers(model, convert, tmp_path, name, length):

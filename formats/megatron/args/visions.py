@@ -304,7 +304,7 @@ def _causal(vision: Vision, **changes: Any) -> Vision:
             IMAGES,
             "in Megatron-Bridge up to 0.5 the tokens of an image see only those before them, in transformers all of "
             "their image",
-            "for a training of text, or to go on as the run does",
+            "for a training of text, or to continue as the run does",
         ),
         told={},
         limit=lambda *_: "",

@@ -56,7 +56,8 @@ def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Cod
                 values = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
                 hint = "transformers takes the first; correct either"
                 raise SourceError(f"{context.where} contradicts itself: {values}", hint)
-        part = _fraction(settings.pop(PARTIAL, config.get(PARTIAL)), fraction, family, context)
+        beside = config.get(PARTIAL) if fraction in ("", PARTIAL) else None  # the class of another key reads that alone
+        part = _fraction(settings.pop(PARTIAL, beside), fraction, family, context)
         return Rope(base, None if kind == "default" else {"rope_type": kind, **settings}, part)
 
     def write(rope: Rope, context: Context) -> Spelled:

@@ -16,6 +16,7 @@ from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES, OTHERWISE, family_of
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.folder import model_slots
+from formats.huggingface.rope import PARTIAL
 from formats.megatron.args.args import from_megatron, to_megatron
 from formats.model.spec import differences
 from formats.registry import open_checkpoint
@@ -120,6 +121,16 @@ def test_the_part_of_a_head_that_rotates_is_that_of_transformers(name, keys):
     spec = from_huggingface(old, {}, "config.json")
     assert spec.rotary_fraction == theirs
     assert to_huggingface(spec, old) == old
+
+
+@pytest.mark.parametrize("keys", [{}, {"rotary_pct": 0.5}, {"rope_scaling": {"type": "default", PARTIAL: 0.5}}])
+def test_a_class_with_a_key_of_its_own_for_this_reads_no_other(keys):
+    from transformers import AutoConfig
+
+    old = {key: value for key, value in config("gpt_neox").items() if key not in ("rope_parameters", "rotary_pct")}
+    old |= {PARTIAL: 0.5 if "rope_scaling" in keys else 0.75, **keys}
+    theirs = AutoConfig.for_model(**copy.deepcopy(old)).rope_parameters[PARTIAL]
+    assert from_huggingface(old, {}, "config.json").rotary_fraction == theirs
 
 
 def test_a_config_that_names_no_layers_with_a_window_stays_as_it_is():
@@ -261,6 +272,7 @@ def test_its_matrices_are_input_by_output(model, convert, tmp_path):
         ("falcon", {"parallel_attn": False}, "parallel_attn = False"),
         ("falcon-40b", {"bias": True}, "bias = True"),
         ("falcon-40b", {"parallel_attn": False}, "parallel_attn = False"),
+        ("phi3", {"default_theta": 7.0}, "default_theta = 7.0 is not supported"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),

@@ -361,7 +361,7 @@ def _resumed(
     Raises:
         UnsupportedError: FP32 master weights would not round to the weights, since those are stored minus one.
     """
-    shifted = next((job.name for job in plan.jobs if job.shift), None)
+    shifted = next((job.name for job in plan.jobs if job.shift and job.dtype != "F32"), None)
     if shifted and MASTERS in optimizer.states:
         raise UnsupportedError(
             f"Megatron stores {shifted} less one, where its FP32 master weights do not round to the weights of "

@@ -279,9 +279,12 @@ def read_back(plan: Plan) -> Plan:
     for file in plan.target.files if plan.target else ():
         universal.unchanged(file)
     jobs = [
-        replace(job, sources=job.targets, replicas={}, targets=(), source_dtype=job.dtype, partial=False, twins=())
+        replace(
+            job, sources=job.targets, replicas={}, targets=(), source_dtype=job.dtype, partial=False, twins=(),
+            centred=(job.centred[1], job.centred[1]),
+        )
         for job in plan.jobs
-    ]
+    ]  # fmt: skip
     return replace(plan, jobs=tuple(jobs), target=None)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from converters.move.casts import add_one, less_one
 from formats.errors import RefusedError
+from tests.golden.test_bridge_lora import contents
 from tests.optimizers import add_optimizer, of
 from tests.unit.test_edges import DTYPES, INTS, TORCH, bits, by_torch
 
@@ -175,3 +176,27 @@ def test_masters_go_where_they_still_round_to_the_weights(model, convert, tmp_pa
     assert (ran.code, "less one, where its FP32 master weights do not round to the weights" in ran.err) == (4, True), (
         ran.err
     )
+
+
+def test_an_optimizer_of_float32_comes_through_all_its_kinds(model, convert, tmp_path):
+    """As a distributed one, whose FP32 master weights are the weights, and as a universal checkpoint, and back."""
+    run, fsdp = tmp_path / "run", tmp_path / "fsdp"
+    assert convert("hf2megatron", model("qwen3_5_text", "float32"), run, "--iteration", 3).code == 0
+    add_optimizer(run, "plain")
+    assert convert("hf2fsdp", run, fsdp, "--with-optimizer").code == 0
+    kinds = {"plain": (), "distributed": ("--format", "torch_dist", "--optimizer", "distributed")}
+    for name, options in kinds.items():
+        for dtype in ((), ("--dtype", "fp32")):
+            out = tmp_path / f"{name}{len(dtype)}"
+            ran = convert("hf2megatron", fsdp, out, "--with-optimizer", *options, *dtype)
+            assert ran.code == 0, ran.err
+        universal, back = tmp_path / f"{name}-universal", tmp_path / f"{name}-back"
+        ran = convert("zero2universal", out, universal)
+        assert ran.code == 0, ran.err
+        ran = convert("hf2fsdp", universal, back, "--with-optimizer", "--config", fsdp)
+        assert ran.code == 0, ran.err
+        ours, theirs = (
+            {key: tensor for key, tensor in contents(place).items() if tensor is not None} for place in (back, fsdp)
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(tensor, theirs[key]) for key, tensor in ours.items())

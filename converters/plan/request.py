@@ -128,14 +128,18 @@ class Request:
             here = current_folder()
             if here is None:
                 raise OutputError(f"{self.out} is prepared in the current folder: {GONE}", "cd to another one")
-            return here / (re.sub(r"[^\w.@-]+", "-", str(self.place)) + ".partial")
-        name = self.place.name + ".partial"
-        if (length := len(os.fsencode(name))) > LONGEST_NAME:
-            text = f"OUT is written as {name} first, which is {length - LONGEST_NAME} bytes too long a name"
-            raise OutputError(text, "choose a shorter one")
-        return self.place.with_name(name)
+            return here / _short_enough(re.sub(r"[^\w.@-]+", "-", str(self.place)) + ".partial")
+        return self.place.with_name(_short_enough(self.place.name + ".partial"))
 
     @property
     def root(self) -> Path:
         """The folder in `staging` that becomes the output."""
         return self.staging / "out"
+
+
+def _short_enough(name: str) -> str:
+    """The name of a staging folder (OutputError: no file system has so long a name)."""
+    if (length := len(os.fsencode(name))) > LONGEST_NAME:
+        text = f"OUT is written as {name} first, which is {length - LONGEST_NAME} bytes too long a name"
+        raise OutputError(text, "choose a shorter one")
+    return name

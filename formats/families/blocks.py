@@ -193,6 +193,7 @@ model.layers.{layer}.hnorm.weight               mtp_hidden_norm: hidden       mt
 model.layers.{layer}.eh_proj.weight             mtp_join: hidden joined       mtp
 model.layers.{layer}.shared_head.norm.weight    mtp_final_norm: hidden        mtp
 model.layers.{layer}.shared_head.head.weight    head: vocab hidden            mtp untied optional
+model.layers.{layer}.shared_head.head.weight    embedding: vocab hidden       mtp tied optional
 model.layers.{layer}.embed_tokens.weight        embedding: vocab hidden       mtp optional
 """
 """The tensors around the block of a layer that predicts a token after the next (MTP), in DeepSeek-V3 and its

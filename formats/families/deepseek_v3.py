@@ -72,5 +72,6 @@ FAMILY = replace(
         "router_top_groups": 4,
     },
     router="sigmoid",
+    copied={"head_dim": "rope_dim"},
     native={"torchtitan": TORCHTITAN},
 )

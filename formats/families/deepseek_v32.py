@@ -24,6 +24,7 @@ FAMILY = replace(
     requires={**deepseek_v3.FAMILY.requires, "mlp_bias": False, "indexer_rope_interleave": False},
     mha=False,
     native={},
+    copied={},
     keys={
         **deepseek_v3.FAMILY.keys,
         "dense_layers": "mlp_layer_types",

@@ -86,6 +86,8 @@ class Family:
         router: how a mixture of experts computes weights from the router's scores: `softmax` or `sigmoid`.
         full_until: the config key for the number of layers with full attention where there is no `layer_types`, and its
             default in transformers; the model may not have more layers. An empty key: no layer has full attention.
+        copied: config key: the setting of which the config's class puts a copy there if the key is absent. The class of
+            the model reads the copy, so that another value in it is no model.
         tokens: config key of a special token that transformers does not need: its default id there, if above ten.
         switch: the config key that turns a sliding window on, false where it is absent, in a family of which only
             models without a window are supported; `window_default` and `full_until` then tell which models these are.
@@ -124,6 +126,7 @@ class Family:
     only_here: str = ""
     router: str = ""
     full_until: tuple[str, int] | None = None
+    copied: Mapping[str, str] = field(default_factory=dict)
     switch: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
     neox: str = ""

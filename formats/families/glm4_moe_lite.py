@@ -13,6 +13,7 @@ FAMILY = replace(
     deepseek_v3.FAMILY,
     name="glm4_moe_lite",
     native={},
+    copied={},
     architecture="Glm4MoeLiteForCausalLM",
     requires={**deepseek_v3.FAMILY.requires, "first_k_dense_replace": 1},
     keys={**deepseek_v3.FAMILY.keys, "rope_dim": "qk_rope_head_dim head_dim", "dense_layers": "mlp_layer_types"},

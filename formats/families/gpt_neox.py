@@ -1,7 +1,8 @@
 """GPT-NeoX-20B, Pythia and similar models (transformers models/gpt_neox/modeling_gpt_neox.py, 5.23.0).
 
 Megatron has only models whose MLP follows attention; in most models, such as Pythia, both read the same residual.
-transformers 5 calls the head `lm_head` in memory, and `embed_out` in files, as every earlier version does.
+transformers 5 calls the head `lm_head` in memory, and `embed_out` in files, as every earlier version does. A `head_dim` in
+a config changes what rotates (`compute_default_rope_parameters`), and no shape: it may be hidden / heads alone.
 """
 
 from formats.families.family import Family

@@ -1,8 +1,8 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama with fused projections (transformers models/phi3/modeling_phi3.py, 5.23.0).
 
 In Phi-4-mini three quarters of each head rotate. Its config takes one type of rope scaling (configuration_phi3.py
-`validate_rope`). A key `default_theta` would be the base where there is no other, for it is an argument of the function
-that reads the rotary settings (`convert_rope_params_to_dict`).
+`validate_rope`). A key `default_theta` is the base where there is no other, since it is an argument of the function that
+reads the rotary settings (`convert_rope_params_to_dict`).
 """
 
 from formats.families.blocks import FUSED_MLP, HEAD, NORMS
@@ -19,10 +19,10 @@ FAMILY = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     table=TABLE,
-    requires={"hidden_act": "silu", "default_theta": 10000.0},
+    requires={"hidden_act": "silu"},
     scalings=("longrope",),
     window="sliding_window",
-    keys={"rotary_fraction": "partial_rotary_factor"},
+    keys={"rope_theta": "rope_theta default_theta", "rotary_fraction": "partial_rotary_factor"},
     defaults={"rotary_fraction": 1.0},
     mha=True,
     tokens={"eos_token_id": 32000, "pad_token_id": 32000},

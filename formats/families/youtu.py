@@ -22,5 +22,6 @@ FAMILY = Family(
         "rope_dim": 64,
         "tied": True,
     },
+    copied={"head_dim": "rope_dim"},
     tokens={"bos_token_id": 128000, "eos_token_id": 128001},
 )

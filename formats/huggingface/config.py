@@ -14,7 +14,7 @@ from formats.families import family_named, family_of, find_family
 from formats.families.family import Family
 from formats.huggingface.nulls import MEANT, tokens_beyond
 from formats.huggingface.quantized import method_of
-from formats.huggingface.require import OF_ALL, class_names, require_table
+from formats.huggingface.require import OF_ALL, class_names, require_copies, require_table
 from formats.huggingface.rope import PARAMETERS, SCALING, THETA, Rope, assumed, own_value
 from formats.huggingface.settings_table import USUAL, keys_of, keys_read, rows_of
 from formats.model.checks import checked
@@ -75,11 +75,14 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
     context = Context({"family": family.name}, where, config, [])
     filled, keys = _with_defaults(family, context), keys_of(family, config)
     values = read(rows_of(family, config), filled, (), where, context.values, context.notes)
+    require_copies(config, family, values, where)
     heads, hidden = values["heads"], values["hidden"]
     values.setdefault("kv_heads", family.defaults.get("kv_heads", heads))
     if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
         silent = keys.get("head_dim") not in config  # null: hidden / heads, not the default of the family
         values["head_dim"] = (family.head_dim if silent else None) or hidden // heads
+        if "head_dim" not in keys:  # the class may rotate by it all the same, as GPT-NeoX and Falcon do
+            values["head_dim"] = config.get("head_dim") or values["head_dim"]
     values["own"] = {key: own_value(key, usual, config) for key, usual in family.own.items()}
     if family.window and family.window not in config:
         context.notes.append(f"{family.window} = {family.window_default} (not in {where}: the default of transformers)")
@@ -171,6 +174,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     relative = {name for other in changed.intersection(RELATIVE) for name in RELATIVE[other]}
     changed |= relative if "rotary_fraction" in family.keys else relative - {"rope"}
     config |= write((row for row in table if row.setting in changed), values, (), "the config", config)
+    config |= {key: values[setting] for key, setting in family.copied.items() if key in config}
     return config | (tokens_beyond(config, family, spec.vocab) if "vocab" in changed else {})
 
 

@@ -335,6 +335,9 @@ def _check_settings(family: Family, path: Path) -> None:
             raise UsageError(
                 f"{path}: {name} names no setting with {short(unknown[0])}", f"settings: {', '.join(known)}"
             )
+    for key, setting in family.copied.items():
+        if setting not in [*USUAL, *family.keys]:
+            raise UsageError(f"{path}: copied.{key} = {short(setting)} is no setting with a key")
     for name, key in family.keys.items():
         if not isinstance(key, str) or (not key and name not in ("kv_heads", "head_dim")):
             raise UsageError(f"{path}: keys.{name} = {short(key)} is no key of a config")

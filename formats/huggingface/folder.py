@@ -21,13 +21,13 @@ from formats.disk.handle import prefetch
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.errors import SourceError, UnsupportedError, short, some
-from formats.families import FAMILIES, family_named
+from formats.families import FAMILIES, family_named, find_family
 from formats.families.family import Family
 from formats.huggingface import HUGGINGFACE, language_model, mtp, own_config
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
-from formats.layout.placed import TIED, Placed, content_of, match
+from formats.layout.placed import Placed, content_of, is_tied, match
 from formats.layout.slots import ALONE, Slot
 from formats.layout.table import Rule
 from formats.layout.tensors import BUFFERS
@@ -48,6 +48,9 @@ KINDS = {"safetensors": (SINGLE, INDEX), "pickled": PICKLED}
 ELSEWHERE = {"configuration_files": "settings", "transformers_weights": "weights"}
 """Config key by which transformers reads another file than the usual one: what is in it (transformers 5.23.0,
 configuration_utils.py `get_configuration_file`, modeling_utils.py `_get_resolved_checkpoint_files`)."""
+PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer")
+"""Config key with a value for each layer (transformers 5.23.0, configuration_utils.py `validate_layer_type`, whose
+`layer_types` are `layers_block_type` in configuration_zamba.py; configuration_laguna.py)."""
 NOTHING_SAID = Settings()
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 
@@ -102,7 +105,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder.
 
     Raises:
-        SourceError: there is none, its `quantization_config` is empty, or `layer_types` are not those of its layers.
+        SourceError: there is none, its `quantization_config` is empty, or a list has another length than its layers.
         UnsupportedError: with it transformers reads other files than those of usual names.
     """
     config = read_json(folder / "config.json")
@@ -117,29 +120,32 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'} says quantization_config = {{}}, with which transformers loads no model",
             "remove the key if the weights are not quantized",
         )
-    _require_type_of_each_layer(config, folder)
+    _require_value_of_each_layer(config, folder)
     return config
 
 
-def _require_type_of_each_layer(config: dict[str, Any], folder: Path) -> None:
-    """Refuse `layer_types` of another length than the layers, with which transformers loads no model.
+def _require_value_of_each_layer(config: dict[str, Any], folder: Path) -> None:
+    """Refuse a list of `PER_LAYER` that has another length than the layers: transformers loads few such models.
 
-    Source: transformers 5.23.0, configuration_utils.py `validate_layer_type`. Some classes have types of the layers
-    that predict further tokens there too (configuration_step3p7.py). Code of a model's own may mean something else.
+    Some classes have values of the layers that predict further tokens there too (5.23.0, configuration_step3p7.py). The
+    number of layers may follow from such a list (configuration_nemotron_h.py). Code of a model's own may mean something
+    else.
 
     Raises:
         SourceError: the lengths differ.
     """
     text = untabled.language(config)
-    types, layers, further = (text.get(key) for key in ("layer_types", "num_hidden_layers", "num_nextn_predict_layers"))
-    if "auto_map" in config or not isinstance(types, list) or type(layers) is not int:
+    family, layers, further = find_family(text), text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
+    if "auto_map" in config or type(layers) is not int:
         return
-    if len(types) not in (layers, layers + (further if type(further) is int else 0)):
-        raise SourceError(
-            f"{folder / CONFIG} contradicts itself: num_hidden_layers = {layers}, and layer_types of {len(types)} "
-            "layers: transformers loads no such model",
-            "correct the one that is wrong",
-        )
+    counting = family.keys.get("layers", "").split() if family else []
+    for key in (key for key in PER_LAYER if isinstance(text.get(key), list) and key not in counting):
+        if len(text[key]) not in (layers, layers + (further if type(further) is int else 0)):
+            raise SourceError(
+                f"{folder / CONFIG} contradicts itself: num_hidden_layers = {layers}, and {key} of {len(text[key])} "
+                "layers",
+                "correct the one that is wrong",
+            )
 
 
 def read_spec(config: Mapping[str, Any], folder: Path, settings: Settings) -> ModelSpec:
@@ -376,7 +382,7 @@ def with_originals(index: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
     """An index in which a tied tensor has its own name, where it only had that of its copy (`placed.match`)."""
     weight_map, slots = dict(index["weight_map"]), model_slots(spec)
     originals = {content_of(slot): slot for slot in slots if not slot.replica}
-    for copy in (slot for slot in slots if slot.rule.conditions >= TIED):
+    for copy in filter(is_tied, slots):
         key, original = next((key for key in copy.keys if key in weight_map), None), originals[content_of(copy)]
         if key and weight_map.keys().isdisjoint(original.keys):
             weight_map[original.keys[0]] = weight_map.pop(key)

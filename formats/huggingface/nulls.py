@@ -30,6 +30,16 @@ ROTARY = {
 """Type of rotary embedding, "" for every type: the settings that may not be null. No model can be built with null in
 them (transformers 5.23.0, modeling_rope_utils.py); classes without `partial_rotary_factor` ignore it."""
 
+NEEDED = {
+    "dynamic": ("factor",),
+    "linear": ("factor",),
+    "llama3": ("factor", "high_freq_factor", "low_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+    "yarn": ("factor",),
+}
+"""Type of rotary embedding: the settings that it has no default for (modeling_rope_utils.py
+`_validate_dynamic_rope_parameters` and its like)."""
+
 
 def require_values(config: Mapping[str, Any], family: Family, keys: Collection[str], where: str) -> None:
     """Refuse a config with null in a key that may not be null.
@@ -56,16 +66,22 @@ def require_values(config: Mapping[str, Any], family: Family, keys: Collection[s
 
 
 def require_rotary_values(parameters: Mapping[str, Any], where: str) -> None:
-    """Refuse rotary settings with null in a setting that may not be null.
+    """Refuse rotary settings without a setting that has no default, or with null in one that may not be null.
 
     Args:
         parameters: `rope_parameters` or `rope_scaling`, for one kind of layers.
         where: what to call the file in an error.
 
     Raises:
-        SourceError: a setting is null that may not be.
+        SourceError: a setting is missing, or null and may not be.
     """
     kind = parameters.get("rope_type", parameters.get("type"))
+    missing = [key for key in NEEDED.get(str(kind), ()) if key not in parameters]
+    if missing:
+        raise SourceError(
+            f"{where} has rotary settings of type {kind} without {missing[0]}, with which transformers builds no model",
+            "give the key its value",
+        )
     keys = ROTARY[""] | ROTARY.get(str(kind), set())
     nulls = sorted(key for key in keys if key in parameters and parameters[key] is None)
     if nulls:

@@ -11,7 +11,7 @@ from formats.families import FAMILIES, family_of, find_family
 from formats.families.family import Family
 from formats.huggingface.nulls import require_values
 from formats.huggingface.quantized import require_method
-from formats.huggingface.settings_table import keys_read, rows_of
+from formats.huggingface.settings_table import keys_of, keys_read, rows_of
 
 SYNONYMS = {
     "swish": "silu",
@@ -159,3 +159,19 @@ def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None
     if type(layers) is int and not (type(full) is int and full >= layers):
         why = f"{key} = {short(full)} of {layers} layers" if key else f"{family.switch} = {config.get(family.switch)}"
         raise UnsupportedError(f"{where}: {why}: a sliding window is not supported for {family.name}")
+
+
+def require_copies(config: Mapping[str, Any], family: Family, values: Mapping[str, Any], where: str) -> None:
+    """Refuse a config in which the copy of a setting has another value than the setting.
+
+    Raises:
+        SourceError: they differ.
+    """
+    for key, setting in family.copied.items():
+        if key in config and config[key] != values[setting]:
+            name = keys_of(family, config)[setting]
+            raise SourceError(
+                f"{where} contradicts itself: {name} = {short(values[setting])} and {key} = {short(config[key])}, and "
+                "transformers builds models in which they are equal",
+                f"remove {key}: transformers then copies {name}",
+            )

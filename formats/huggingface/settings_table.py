@@ -187,8 +187,12 @@ def keys_of(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def rows_of(family: Family, config: Mapping[str, Any]) -> tuple[Row, ...]:
-    """The rows of a family, with the key names that the config has, in the order in which they are written."""
-    keys = keys_of(family, config)
+    """The rows of a family, with all key names that the config has, in the order in which they are written."""
+    keys, names_of = keys_of(family, config), {**USUAL, **family.keys}
+    keys = {
+        setting: "|".join([key, *(name for name in names_of[setting].split() if name in config and name != key)])
+        for setting, key in keys.items()
+    }
     first = {name: key.split()[0] for name, key in {**USUAL, **family.keys}.items() if key}
     rotary = [rope.PARAMETERS, keys.pop("rope_theta", rope.THETA), rope.SCALING, keys.pop("rotary_fraction", "")]
     keys |= {"biases": " ".join(family.biases), "sliding_window": family.window}
@@ -203,7 +207,7 @@ def keys_read(family: Family) -> set[str]:
     keys = {key for row in rows_of(family, {}) for names in row.keys for key in names}
     keys |= {key for (name, _), (further, _) in LINES.items() if name in family.keys for key in further.split()}
     keys |= {*" ".join(family.keys.values()).split(), *family.switch.split()}
-    return keys | {*family.requires, *family.marks, *family.own}
+    return keys | {*family.requires, *family.marks, *family.own, *family.copied}
 
 
 def required(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:

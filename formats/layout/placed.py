@@ -16,13 +16,10 @@ from formats.layout.leaves import Leaf
 from formats.layout.pattern import Pattern
 from formats.layout.ranks import Files, Ranks
 from formats.layout.slots import Layout, Place, Replica, Slot, ranks_again
-from formats.layout.table import Rule
+from formats.layout.table import MTP, Rule
 
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
 """Matches keys of layers that predict a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
-
-TIED = frozenset({"tied", "optional"})
-"""Conditions of a copy that is tied to another tensor and may be absent."""
 
 SHOWN = 5
 """Tensors that an error names."""
@@ -215,7 +212,7 @@ def _without_tied(missing: Iterable[Slot], placed: list[Placed]) -> list[Slot]:
     transformers 5.23.0 ties either way (modeling_utils.py `tie_weights`: it swaps the two names where the files hold
     only the copy), and safetensors 0.8 `save_model` keeps one name of a shared tensor, for tied heads `lm_head.weight`.
     """
-    copies = {content_of(each.slot): index for index, each in enumerate(placed) if each.slot.rule.conditions >= TIED}
+    copies = {content_of(each.slot): index for index, each in enumerate(placed) if is_tied(each.slot)}
     still_missing = []
     for slot in missing:
         index = copies.pop(content_of(slot), None)
@@ -224,6 +221,11 @@ def _without_tied(missing: Iterable[Slot], placed: list[Placed]) -> list[Slot]:
         else:
             placed[index] = placed[index]._replace(slot=slot)
     return still_missing
+
+
+def is_tied(slot: Slot) -> bool:
+    """Whether transformers ties a tensor, which may be absent, to another: no copy in a layer that it leaves out."""
+    return {"tied", "optional"} <= slot.rule.conditions and MTP not in slot.rule.conditions
 
 
 def content_of(slot: Slot) -> tuple[Place, Pattern, int | None, int | None]:

@@ -31,13 +31,15 @@ class Replica(NamedTuple):
 
     A further copy is `shared` under another name, as by an output head; or on other `ranks` of some mesh axes; or has a
     `number`, as pieces stored again, or the embedding of the pipeline stage that predicts further tokens; or is in the
-    layer of a `depth`, from 1 on, that predicts a token after the next (MTP).
+    layer of a `depth`, from 1 on, that predicts a token after the next (MTP), once as the embedding there
+    and, where the model is tied, once as the `head`.
     """
 
     shared: bool = False
     ranks: tuple[tuple[str, int], ...] = ()
     number: int = 0
     depth: int = 0
+    head: bool = False
 
     def __bool__(self) -> bool:
         """Whether the tensor is a further copy."""
@@ -46,7 +48,8 @@ class Replica(NamedTuple):
     def __str__(self) -> str:
         """The kind of copy as text, for people."""
         names = ["copy"] * self.shared + [f"{axis} rank {rank}" for axis, rank in self.ranks]
-        names += [f"MTP layer {self.depth}"] * bool(self.depth) + [f"replica {self.number}"] * bool(self.number)
+        names += [f"{'head of ' * self.head}MTP layer {self.depth}"] * bool(self.depth)
+        names += [f"replica {self.number}"] * bool(self.number)
         return ", ".join(names)
 
 
@@ -194,7 +197,7 @@ def slots(
         for (local, layer), member in product(numbers, members) if stacked else product([(0, 0)], members):
             rule, kinds_met, own, layered, replica, shapes = member
             if replica.shared and MTP in rule.conditions:
-                replica = replica._replace(depth=1 + layer - first_mtp)
+                replica = replica._replace(depth=1 + layer - first_mtp, head="tied" in rule.conditions)
             if stacked and not (kinds_met <= kinds[layer] and (MTP in rule.conditions) == (layer >= first_mtp)):
                 continue
             of, sizes_here = (layer, frozen_by_layer[layer]) if layered and frozen_by_layer else (-1, frozen_sizes)

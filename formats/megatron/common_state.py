@@ -20,9 +20,10 @@ from formats.torch_files.archive import TorchFile, read_torch
 
 FILE, OBJECT = "common.pt", "common_state/shard_0_1"
 BACKEND = "metadata.json"
+VERSION = "sharded_backend_version"
 ABOUT = {
     "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
+    VERSION: 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }

@@ -43,7 +43,7 @@ from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, expert_groups
 from formats.megatron.classic import FLAGS, assets_of, spec_of, topology_of
-from formats.megatron.common_state import ABOUT, BACKEND
+from formats.megatron.common_state import ABOUT, BACKEND, VERSION
 from formats.megatron.details import details
 from formats.megatron.extra_states import LAYERS
 from formats.megatron.folders import TRACKER, locate, name_of
@@ -218,7 +218,7 @@ def _require_whole(folder: Path) -> None:
 
     Raises:
         SourceError: the save was interrupted, or not all files were copied.
-        UnsupportedError: the backend is not torch_dist.
+        UnsupportedError: the backend is not torch_dist, or of a version that no release of megatron-core writes.
     """
     path = folder / BACKEND
     if not path.is_file():
@@ -227,9 +227,10 @@ def _require_whole(folder: Path) -> None:
             "was copied",
             "take an earlier iteration",
         )
-    backend = read_json(path).get("sharded_backend")
-    if backend != ABOUT["sharded_backend"]:
-        raise UnsupportedError(f"{path}: the backend {short(backend)} is not supported, only torch_dist")
+    about = {VERSION: ABOUT[VERSION], **read_json(path)}  # without one it is the first (core.py)
+    for key in ("sharded_backend", VERSION):
+        if about.get(key) != ABOUT[key]:
+            raise UnsupportedError(f"{path}: {key} = {short(about.get(key))} is not supported, only {ABOUT[key]!r}")
 
 
 def tensors_in(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:

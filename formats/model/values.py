@@ -82,7 +82,7 @@ ROTARY = {
     "factor": POSITIVE, "original_max_position_embeddings": POSITIVE, "attention_factor": POSITIVE,
     "beta_fast": FROM_ZERO, "beta_slow": FROM_ZERO, "mscale": FROM_ZERO, "mscale_all_dim": FROM_ZERO, "truncate": TRUTH,
     "short_factor": NUMBERS, "long_factor": NUMBERS, "short_mscale": POSITIVE, "long_mscale": POSITIVE,
-    "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "alpha": POSITIVE, "llama_4_scaling_beta": FROM_ZERO,
+    "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, "alpha": FROM_ZERO, "llama_4_scaling_beta": FROM_ZERO,
     "mrope_section": NUMBERS, "mrope_interleaved": TRUTH, "finetuned": TRUTH,
 }  # fmt: skip
 """What `rope_scaling` may hold, and as which values besides null. It is what transformers 5.23.0 reads

@@ -17,11 +17,11 @@ from typing import Any
 
 from formats.disk.handle import opened
 from formats.disk.safetensors import file_size
-from formats.errors import SourceError, UnsupportedError, ranges
+from formats.errors import SourceError, UnsupportedError, ranges, short
 from formats.layout.pieces import Scattered, from_pieces
 from formats.torch_files import dcp_items, dcp_metadata
 from formats.torch_files.archive import TorchFile, read_archive
-from formats.torch_files.dcp_metadata import DATA, Item, Items
+from formats.torch_files.dcp_metadata import DATA, Items
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -119,22 +119,30 @@ def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
     """The opened archives of objects that are no tensors, by name; names that are not in the checkpoint are left out.
 
     Raises:
-        SourceError: a file is missing or truncated.
+        SourceError: a file is missing or truncated, or ranks with a metadata file each saved different objects.
         UnsupportedError: an object is encoded.
     """
-    asked, items = set(names), dict[str, Item]()
-    for metadata in map(dcp_metadata.read, metadata_files(folder)):
-        items |= {name: item for name, item in metadata.extents.items() if name in asked}
+    asked = set(names)
+    items = [
+        (name, item)
+        for metadata in map(dcp_metadata.read, metadata_files(folder))
+        for name, item in metadata.extents.items()
+        if name in asked
+    ]
     needed: dict[Path, int] = {}
-    for item in items.values():
+    for _, item in items:
         needed[item.path] = max(needed.get(item.path, 0), item.start + item.length)
-    dcp_items.require_files(needed, lambda path: [name for name, item in items.items() if item.path == path])
-    files = {}
-    for name, item in items.items():
+    dcp_items.require_files(needed, lambda path: [name for name, item in items if item.path == path])
+    files = dict[str, TorchFile]()
+    for name, item in items:
         if item.transforms:
             raise UnsupportedError(f"{item.path} holds {name} encoded as {', '.join(item.transforms)}")
         with opened(item.path) as handle:
-            files[name] = read_archive(handle, item.path, item.start, item.length, name)
+            file = read_archive(handle, item.path, item.start, item.length, name)
+        first = files.setdefault(name, file)
+        if first is not file and file.value != first.value:
+            said = f"{name} = {short(first.value)} | {short(file.value)}"
+            raise SourceError(f"{first.path} and {file.path} contradict each other: {said}")
     return files
 
 

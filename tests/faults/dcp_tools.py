@@ -41,6 +41,27 @@ def save(folder: Path, state: Mapping[str, Any], **options: Any) -> Path:
     return folder
 
 
+def save_by_rank(folder: Path, *states: Mapping[str, Any]) -> Path:
+    """What each rank saves with `use_collectives=False`: its own metadata, here of a whole state."""
+    import dataclasses
+
+    folder.mkdir()
+    for rank, state in enumerate(states):
+        own = save(folder / str(rank), state)
+
+        def named(metadata: Any, rank: int = rank) -> None:
+            for index, info in metadata.storage_data.items():
+                path = info.relative_path.replace("__0_", f"__{rank}_")
+                metadata.storage_data[index] = dataclasses.replace(info, relative_path=path)
+
+        edit(own, named)
+        (own / ".metadata").rename(folder / f"__{rank}.metadata")
+        for path in own.glob("__0_*.distcp"):
+            path.rename(folder / path.name.replace("__0_", f"__{rank}_"))
+        own.rmdir()
+    return folder
+
+
 def weights(source: Path) -> dict[str, Any]:
     """The tensors of a Hugging Face folder, in the order of the model."""
     from safetensors.torch import load_file

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.numpy import load_file, save_file
 
 from converters.convert import check_paths
 from converters.move.journal import sealed
 from converters.plan.request import Request, named_of
-from formats.errors import OutputError
+from formats.errors import OutputError, SourceError
+from formats.huggingface.folder import read_config
 from formats.registry import open_checkpoint
 from tests.chat import worlds
 from tests.faults.dcp_tools import refused
@@ -689,3 +692,33 @@ def test_layer_types_of_another_number_of_layers(model, convert, tmp_path, name,
     said = f"num_hidden_layers = 4, and layer_types of {length} layers"
     for argv in ((source, tmp_path / "out"), (model(name), tmp_path / "out", "--config", base)):
         refused(convert("hf2hf", *argv), 3, said)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("exaone_moe", "mlp_layer_types"),
+        ("deepseek_v32", "mlp_layer_types"),
+        ("zamba", "layers_block_type"),
+        ("laguna", "num_attention_heads_per_layer"),
+    ],
+)
+def test_a_list_of_another_number_of_layers(tmp_path, kind, key, change):
+    config = {**transformers.CONFIG_MAPPING[kind](num_hidden_layers=6).to_dict(), "num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path)[key] == config[key]
+    config[key] = (config[key] * 2)[: 6 + change]
+    with pytest.raises(StrictDataclassClassValidationError, match=r"must (be )?equal (to the num|num_hidden_layers)"):
+        transformers.CONFIG_MAPPING[kind].from_dict(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=f"num_hidden_layers = 6, and {key} of {6 + change} layers"):
+        read_config(tmp_path)
+
+
+def test_a_list_that_tells_the_number_of_layers(tmp_path):
+    """Nemotron-H has as many layers as the list has, whatever `num_hidden_layers` is."""
+    config = transformers.NemotronHConfig().to_dict() | {"num_hidden_layers": 52}
+    assert transformers.NemotronHConfig(**config).num_hidden_layers == len(config["layers_block_type"]) == 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert len(read_config(tmp_path)["layers_block_type"]) == 4

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.dcp_tools import refused
+from tests.golden.test_mtp import with_second
 from tests.models import files
 
 
@@ -182,6 +183,39 @@ def test_what_predicts_a_second_token_is_there_as_a_whole_or_refused(model, conv
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     refused(convert("hf2megatron", folder, tmp_path / "m3"), 4, "models with a quantization_config are not supported")
+
+
+def test_a_copy_of_a_tied_head_in_the_layer_that_predicts_a_second_token(model, convert, tmp_path):
+    """The Hub's files hold one there. It is not the embedding of the model: transformers leaves that layer out."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folder = with_second(model("deepseek_v3", tie_word_embeddings=True), tmp_path / "hf")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    embedding = weights["model.embed_tokens.weight"]
+    copies = {f"model.layers.4.{name}.weight": embedding.clone() for name in ("shared_head.head", "embed_tokens")}
+    save_file(weights | copies, file, {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert loaded.lm_head.weight.equal(embedding.float())
+    for command, back in (("hf2hf", ""), ("hf2fsdp", "fsdp2hf"), ("hf2megatron", "megatron2hf")):
+        ran = convert(command, folder, tmp_path / command)
+        assert ran.code == 0, ran.err
+        out = tmp_path / command
+        if back:
+            assert convert(back, out, tmp_path / back, "--config", folder).code == 0
+            out = tmp_path / back
+        after = load_file(out / "model.safetensors")
+        assert all(value.equal(after[key]) for key, value in weights.items())
+        assert after.keys() == weights.keys() | (set() if back == "megatron2hf" else copies.keys())
+    head, _ = copies
+    save_file(weights | copies | {head: embedding + 1}, file, {"format": "pt"})
+    said = "model.embed_tokens.weight differs between its copies", "head of MTP layer 1"
+    refused(convert("hf2megatron", folder, tmp_path / "other"), 6, *said)
+    alone = {key: value for key, value in weights.items() if key != "model.embed_tokens.weight"}
+    save_file(alone | copies, file, {"format": "pt"})
+    refused(convert("hf2hf", folder, tmp_path / "none"), 3, "1 tensor is missing: model.embed_tokens.weight")
 
 
 def test_what_is_left_out_takes_nothing_with_it(model, convert, tmp_path):

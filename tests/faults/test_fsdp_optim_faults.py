@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from converters.common.manifest import remembered_states
 from formats.optimizer import whose
-from tests.faults.dcp_tools import edit, refused, save, weights
+from tests.faults.dcp_tools import edit, refused, save, save_by_rank, weights
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
 State = dict[str, Any]
@@ -377,6 +378,17 @@ ACCEPTED: dict[str, Callable[[State], object]] = {
     "as torch 2.3 did": lambda s: None,
     "of `train run` once": lambda s: s.update(optim=s["optim"]["state"]),
 }
+
+
+def test_ranks_that_save_other_settings_of_a_group(trained, convert, tmp_path):
+    """Each rank saves its own metadata and objects with `use_collectives=False`; those of the last one counted."""
+    source, saved = trained
+    other = copy.deepcopy(saved)
+    argv = "--with-optimizer", "--config", source
+    assert convert("hf2fsdp", save_by_rank(tmp_path / "a", saved, other), tmp_path / "out", *argv).code == 0
+    groups(other)[1]["lr"] = 0.5
+    ran = convert("hf2fsdp", save_by_rank(tmp_path / "b", saved, other), tmp_path / "no", *argv)
+    refused(ran, 3, "__0_0.distcp and ", "__1_0.distcp contradict each other: optim.param_groups", "0.01", "0.5")
 
 
 @pytest.mark.parametrize("what", ACCEPTED)

@@ -126,6 +126,10 @@ def backend(folder: Path) -> None:
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
 
 
+def newer(folder: Path) -> None:
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 2}))
+
+
 def nameless(folder: Path) -> None:
     import torch
 
@@ -160,7 +164,8 @@ def hole(folder: Path) -> None:
         (lambda folder: (folder / "common.pt").unlink(), 3, ["common.pt"]),
         (nameless, 3, ["common.pt holds no args"]),
         (no_map, 3, ["common.pt holds no map"]),
-        (backend, 4, ["the backend 'zarr' is not supported"]),
+        (backend, 4, ["metadata.json: sharded_backend = 'zarr' is not supported, only 'torch_dist'"]),
+        (newer, 4, ["metadata.json: sharded_backend_version = 2 is not supported, only 1"]),
     ],
 )
 def test_damage_is_refused(run, convert, tmp_path, change, code, parts):

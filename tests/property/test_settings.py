@@ -185,8 +185,9 @@ def alike(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> b
 
 def in_version_5(config: Spoken, family: Family) -> Spoken:
     """A config of transformers 4 with the rotary settings of version 5."""
-    old = {SCALING, *(family.keys.get(name, name) for name in ("rope_theta", "rotary_fraction"))}
-    parameters = {"rope_theta": config[family.keys.get("rope_theta", "rope_theta")]}
+    theta = family.keys.get("rope_theta", "rope_theta").split()[0]
+    old = {SCALING, theta, family.keys.get("rotary_fraction")}
+    parameters = {"rope_theta": config[theta]}
     parameters |= config[SCALING] or {"rope_type": "default"}
     if "rotary_fraction" in family.keys:
         parameters[PARTIAL] = config[family.keys["rotary_fraction"]]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import vitruvian
 from converters.delivery import receivers
 from converters.delivery.deliver import groups_of
-from formats.errors import Interrupted
+from formats.errors import Interrupted, OutputError
 from tests.hub.server import Fault as HubFault
 from tests.remote.bucket import Fault
 
@@ -95,6 +95,13 @@ def test_an_output_that_exists_is_not_overwritten(bucket, model, here, convert):
     ran = convert("to", "huggingface", source, "s3://models/out", "--force")
     assert ran.code == 7
     assert "holds what no checkpoint has: thesis.tex" in ran.err
+
+
+def test_a_name_that_is_too_long_for_the_folder_of_the_work(bucket, model, here):
+    """A key of a bucket may be longer than a name of a file system."""
+    with pytest.raises(OutputError, match=r"^OUT is written as s3-models-n+… .* first, which is 8 bytes"):
+        vitruvian.convert(model("llama", "bfloat16"), f"s3://models/{243 * 'n'}/o")
+    assert not [*here.iterdir()]
 
 
 def test_a_killed_delivery_resumes_and_shows_nothing(bucket, model, here):

@@ -133,6 +133,20 @@ def test_a_class_with_a_key_of_its_own_for_this_reads_no_other(keys):
     assert from_huggingface(old, {}, "config.json").rotary_fraction == theirs
 
 
+@pytest.mark.parametrize("keys", [{}, {"rope_theta": 7.0}, {"rope_scaling": {"type": "default", "rope_theta": 5.0}}])
+def test_what_the_class_of_phi3_takes_for_the_base_of_its_rotation(keys):
+    from transformers import AutoConfig
+
+    old = {key: value for key, value in config("phi3").items() if key not in ("rope_parameters", "rope_theta")}
+    old |= {"default_theta": 7.0, **keys}
+    theirs = AutoConfig.for_model(**copy.deepcopy(old)).rope_parameters["rope_theta"]
+    spec = from_huggingface(old, {}, "config.json")
+    assert spec.rope_theta == theirs
+    assert to_huggingface(spec, old) == old
+    changed = to_huggingface(from_megatron(to_megatron(spec), {"rope_theta": 3.0}, spec, "args"), old)
+    assert AutoConfig.for_model(**changed).rope_parameters["rope_theta"] == 3.0
+
+
 def test_a_config_that_names_no_layers_with_a_window_stays_as_it_is():
     settings = {**config("ministral"), "layer_types": None}
     spec = from_huggingface(settings, {}, "config.json")
@@ -272,7 +286,8 @@ def test_its_matrices_are_input_by_output(model, convert, tmp_path):
         ("falcon", {"parallel_attn": False}, "parallel_attn = False"),
         ("falcon-40b", {"bias": True}, "bias = True"),
         ("falcon-40b", {"parallel_attn": False}, "parallel_attn = False"),
-        ("phi3", {"default_theta": 7.0}, "default_theta = 7.0 is not supported"),
+        ("gpt_neox", {"head_dim": 32}, "head_dim = 32 is not supported for gpt_neox, only 8"),
+        ("falcon", {"head_dim": 32}, "head_dim = 32 is not supported for falcon, only 8"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),

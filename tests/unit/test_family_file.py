@@ -114,6 +114,8 @@ def refused(tmp_path: Path, text: str) -> UsageError:
         ("[requires]", '[keys]\nlayers = ""\n[requires]', "keys.layers = '' is no key"),
         ("[requires]", '[keys]\nrotary_fraction = "part"\n[requires]', "defaults has none"),
         ("[requires]", '[keys]\nactivation = "act"\n[requires]', "leaves its activation open"),
+        ("[requires]", '[copied]\nwidth = "rope_dim"\n[requires]', "copied.width = 'rope_dim' is no setting"),
+        ("[requires]", "[copied]\nwidth = [8]\n[requires]", "copied.width = [8] is no setting"),
         ("[requires]", "[defaults]\nwidth = 8\n[requires]", "defaults names no setting"),
         ("[requires]", "[own]\nscale = 8\n[requires]", "no other format has the keys in own"),
         ("[requires]", "[requires", "is not valid TOML"),

@@ -252,7 +252,7 @@ def test_rotary_settings_that_are_no_numbers_are_refused(key, value):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("factor", 0), ("truncate", 1), ("truncate", "no"), ("short_factor", [1.0, float("nan")]), ("short_factor", 1.0),
-     ("high_freq_factor", "4"), ("alpha", 0), ("of_no_class", float("inf")), ("rope_type", 3)],
+     ("high_freq_factor", "4"), ("alpha", -1), ("of_no_class", float("inf")), ("rope_type", 3)],
     ids=str,
 )  # fmt: skip
 def test_other_rotary_settings_that_no_model_has_are_refused(key, value):
@@ -353,6 +353,22 @@ def test_megatron_settings_without_counterpart_are_refused(changes, reason):
     args = to_megatron(from_huggingface(config("llama"), {}, "config.json"))
     with pytest.raises(UnsupportedError, match=reason):
         from_megatron(args | changes, {}, None, "args")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "deepseek_v3"])
+def test_megatron_args_without_the_type_of_positions(name):
+    """Older trees have learned positions unless a flag says rotary; a YaRN was read as no scaling."""
+    spec = from_huggingface(config(name), {}, "config.json")
+    args = to_megatron(spec)
+    del args["position_embedding_type"]
+    if name == "gpt2":
+        assert from_megatron(args, {}, None, "args") == from_megatron(to_megatron(spec), {}, None, "args")
+    else:
+        with pytest.raises(UnsupportedError, match=r"learned positions|position_embedding_type = 'learned_absolute'"):
+            from_megatron(args, {}, None, "args")
+    if name == "llama":
+        args["use_rotary_position_embeddings"] = True
+        assert from_megatron(args, {}, None, "args") == from_megatron(to_megatron(spec), {}, None, "args")
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ def from_megatron(
     """
     ambiguous.require_one_pattern(args, where)
     args = args if settled else ambiguous.with_both_names(args, settings, where)
-    rotary = bool(args.get("use_rotary_position_embeddings"))  # older trees have it beside another embedding type
-    if rotary and args.get("position_embedding_type") in (None, "learned_absolute"):
-        args = {**args, "position_embedding_type": "rope"}
+    rotary = bool(args.get("use_rotary_position_embeddings"))  # in older trees it is all that tells
+    if args.get("position_embedding_type") in (None, "learned_absolute"):
+        args = {**args, "position_embedding_type": "rope" if rotary else "learned_absolute"}
     traits = marks(args)
     holding = conditions(traits)
     judged = [row.keys for row in TABLE if row.condition in holding.intersection(MARKS)]

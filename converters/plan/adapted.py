@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import groupby
-from math import prod
+from math import isclose, prod
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from formats.megatron.args.options import Options
 from formats.model import adapters, lora
 from formats.model.adapters import AdapterSpec, is_of_adapter
 from formats.model.lora import LoraSpec
-from formats.model.spec import Verbatim
+from formats.model.spec import ModelSpec, Verbatim
 from formats.registry import format_of
 
 PACKED = ("qweight", "weight_packed", "W_q")
@@ -71,7 +71,7 @@ def _config(source: Checkpoint) -> dict[str, Any]:
                 f"{source.home} holds a LoRA of rank {source.spec.rank}, its settings say {short(settings.get('r'))} "
                 f"and alpha {short(settings.get('lora_alpha'))}"
             )
-        settings = {**settings, "target_modules": lora.targets(source.spec)}
+        settings = {**settings, **lora.targets(source.spec)}
     return settings
 
 
@@ -230,7 +230,8 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
     known = {re.escape(key.removesuffix(".weight")).replace(r"\{layer\}", r"\d+"): names
              for key, names in lora.modules(model).items()}  # fmt: skip
     by_name = {
-        name: next((names for key, names in known.items() if re.fullmatch(key, name)), ()) for name in adapter.added
+        name: next((names for key, names in known.items() if re.fullmatch(key, name.removesuffix(".weight"))), ())
+        for name in adapter.added
     }
     odd = [*adapter.whole, *(name for name, names in by_name.items() if not names)]
     odd += [f"DoRA of {name}" for name, matrices in adapter.added.items() if matrices.magnitude is not None]
@@ -239,16 +240,14 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
             f"{saved.root} has what no LoRA of Megatron-Bridge has here: {some(odd, 3)}",
             "convert merge puts it into the base",
         )
-    scales = {(matrices.rank, matrices.scale) for matrices in adapter.added.values()}
-    if len(scales) > 1:
-        raise UnsupportedError(f"{saved.root} has {len(scales)} ranks and scales, Megatron-Bridge has one of each")
-    ((rank, scale),) = scales
+    rank, expert_rank, alpha = _ranks(adapter, by_name, model)
     adapted = {name for names in by_name.values() for name in names}
     spec = lora.spec_of(
         model,
         rank,
         tuple(name for name in lora.MATRICES if name in adapted),
         shared=kind == "fused",
+        expert_rank=expert_rank,
         shards=tp if kind == "canonical" else 0,
     )
     expected = lora.slots(spec)
@@ -263,10 +262,36 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
     dtypes = {*cast_dtypes(source, request.cast).values()}
     if len(dtypes) > 1:
         raise UnsupportedError(f"{saved.root} holds {' and '.join(sorted(dtypes))}", "cast all of them with --dtype")
-    options = Options(tp=tp, dialect=DIALECT, trainer="bridge")
-    target = bridge.write(request.root, spec, dtypes.pop(), scale * rank, options, iteration)
+    options = Options(tp=tp, etp=1 if model.experts else None, dialect=DIALECT, trainer="bridge")
+    target = bridge.write(request.root, spec, dtypes.pop(), alpha, options, iteration)
     plan = replace(make_plan(source, target, request.cast), plan_of_output=lambda plan: _bridge_back(plan, base.assets))
     return replace(plan, inputs=(Input(source, {}), Input(base, {})))
+
+
+def _ranks(adapter: peft.Adapter, by_name: Mapping[str, tuple[str, ...]], model: ModelSpec) -> tuple[int, int, float]:
+    """The rank of an adapter for Megatron-Bridge, that of its experts (0 if it has none), and its alpha.
+
+    Raises:
+        UnsupportedError: Bridge has no such ranks and scales in one adapter.
+    """
+    scales = {True: set[tuple[int, float]](), False: set[tuple[int, float]]()}
+    for name, matrices in adapter.added.items():
+        scales[{*by_name[name]} <= lora.OF_EXPERTS].add((matrices.rank, matrices.scale))
+    if any(len(pairs) > 1 for pairs in scales.values()):
+        count = len(scales[True] | scales[False])
+        raise UnsupportedError(f"{adapter.root} has {count} ranks and scales, Megatron-Bridge has one of each")
+    ((expert_rank, expert_scale),) = scales[True] or {(0, 0.0)}
+    ((rank, scale),) = scales[False] or scales[True]
+    usual = {rank} if rank % (model.top_k or 1) else {rank, rank // (model.top_k or 1)}
+    one_alpha = isclose(expert_scale * expert_rank, scale * rank)
+    if expert_rank and not (one_alpha and expert_rank in usual):
+        raise UnsupportedError(
+            f"{adapter.root} has rank {rank} and alpha {scale * rank:g}, for experts {expert_rank} and "
+            f"{expert_scale * expert_rank:g}: Megatron-Bridge has one alpha, and for experts the same rank or that "
+            f"divided by the {model.top_k} experts of a token",
+            "convert merge puts it into the base",
+        )
+    return rank, expert_rank, scale * rank
 
 
 def _bridge_back(plan: Plan, config: Path | None) -> Plan:

@@ -20,6 +20,7 @@ from formats.huggingface.folder import model_slots
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.layout.table import MTP
+from formats.model.lora import AS_EXPERTS
 from formats.model.spec import Verbatim
 from formats.model.vocab_rows import EMBEDDING, HEAD, grown, rows
 
@@ -34,9 +35,6 @@ CONV1D = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
 """Models of transformers 5.23 with `Conv1D`, whose weights are [in, out], beside `Linear`."""
 NOT_LINEAR = {"embedding", "head", "positions", "layer_embedding", "router"}
 """Logical tensors in matrices that PEFT's `all-linear` leaves out: embeddings, router parameters, the output head."""
-AS_EXPERTS = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"}
-"""Logical tensors that `all-linear` takes for experts by their names and leaves out, in a model with experts (peft
-0.21.2 utils/transformers_weight_conversion.py)."""
 
 
 UNTOLD = (

@@ -99,6 +99,22 @@ def unstack(tensor: Scattered, dim: int = 0) -> Iterator[Scattered]:
         yield Scattered(_without(tensor.shape, dim), tensor.dtype, tuple(map(tuple, copies)))
 
 
+def repeat(tensor: Scattered, count: int) -> Scattered:
+    """A stack of `count` equal tensors, each of which is the same bytes."""
+    return Scattered(
+        (count, *tensor.shape),
+        tensor.dtype,
+        tuple(tuple(_stacked(index, piece) for index in range(count) for piece in copy) for copy in tensor.copies),
+    )
+
+
+def _stacked(index: int, piece: Piece) -> Piece:
+    """A piece at an index of a further first dimension."""
+    fragment, part = piece.fragment, Cut(((index, index + 1), *piece.part.ranges))
+    strides = (prod(fragment.shape), *fragment.strides)
+    return Piece(part, fragment._replace(shape=(1, *fragment.shape), strides=strides))
+
+
 def _at(index: int, piece: Piece, dim: int) -> Piece:
     """The part of a piece at an index of a dimension, without that dimension."""
     fragment, start = piece.fragment, piece.part.ranges[dim][0]

@@ -42,8 +42,8 @@ embedding: a gate and a matrix lead to this input and back. A layer may scale it
 input and the output of its experts, may have a norm each; its router scales its input, and the output of each expert.
 
 A LoRA adds the product of two factors to a matrix: `lora_b`, with the axes of the output, times `lora_a`, with the axes
-of the input. A shard, a half of a shard (`fold`) and a chunk of that half are the rows of an MLP as Megatron-Bridge
-divides them.
+of the input. A shard, a half of a shard (`fold`) and a chunk of that half are the rows of an MLP, or of shared experts,
+as Megatron-Bridge divides them. The factors of each expert are its own, of a rank that experts have for themselves.
 
 Where only a part of a head rotates, `half pair` is just its order; no layout may change it to `pair half`.
 """
@@ -192,6 +192,18 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         up_lora_b    layer shard fold chunk rank
         down_lora_a  layer rank ffn
         down_lora_b  layer hidden rank
+        expert_gate_lora_a  layer expert expert_rank hidden
+        expert_gate_lora_b  layer expert expert_ffn expert_rank
+        expert_up_lora_a  layer expert expert_rank hidden
+        expert_up_lora_b  layer expert expert_ffn expert_rank
+        expert_down_lora_a  layer expert expert_rank expert_ffn
+        expert_down_lora_b  layer expert hidden expert_rank
+        shared_gate_lora_a  layer rank hidden
+        shared_gate_lora_b  layer shard fold shared_chunk rank
+        shared_up_lora_a  layer rank hidden
+        shared_up_lora_b  layer shard fold shared_chunk rank
+        shared_down_lora_a  layer rank shared_ffn
+        shared_down_lora_b  layer hidden rank
         layer_embedding  layer_vocab every_layer layer_width
         layer_projection  every_layer layer_width hidden
         layer_projection_norm  layer_width

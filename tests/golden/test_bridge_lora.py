@@ -224,22 +224,21 @@ def test_an_adapter_that_lost_a_part(convert, tmp_path, name):
         refused(convert(*export[:2], tmp_path / "no", *export[2:]), 3, message)
 
 
-@pytest.mark.parametrize("place", ["mlp.experts", "mlp.shared_experts", "mlp.experts.experts"])
-def test_an_adapter_of_experts(convert, tmp_path, place):
-    """Refused: the experts of an expert parallel rank share one (Megatron-Bridge#5484), and with expert tensor
-    parallelism, or shared experts that overlap, a training computed something else than the merged matrix (#5634)."""
+@pytest.mark.parametrize("place", ["mlp.router", "mlp.experts.experts", "cross_attention"])
+def test_an_adapter_of_other_modules(convert, tmp_path, place):
+    """A router, experts of a model that has none, and what the model has not."""
     run = shutil.copytree(REAL / "lora_tp2", tmp_path / "run")
 
-    def of_experts(stored: Any) -> None:
+    def of_others(stored: Any) -> None:
         def named(fqn: str) -> str:
             return fqn.replace("mlp.linear_fc2.adapter", f"{place}.linear_fc2.adapter")
 
         stored.state_dict_metadata = {named(fqn): about for fqn, about in stored.state_dict_metadata.items()}
         stored.storage_data = {replace(at, fqn=named(at.fqn)): info for at, info in stored.storage_data.items()}
 
-    edit(run / "iter_0000007", of_experts)
+    edit(run / "iter_0000007", of_others)
     ran = convert("megatron2hf", run, tmp_path / "no", "--adapter", "only")
-    refused(ran, 3, f"{place}.linear_fc2.adapter", "adapters of attention and of dense MLPs are read")
+    refused(ran, 3, f"{place}.linear_fc2.adapter", "adapters of attention, MLPs and experts are read")
     assert not (tmp_path / "no").exists()
 
 

@@ -76,12 +76,15 @@ def _config(source: Checkpoint) -> dict[str, Any]:
 
 
 def _saved(alone: Checkpoint) -> peft.Saved:
-    """The adapter of a training checkpoint in the form of a PEFT folder: the fragments of each tensor joined."""
+    """The adapter of a training checkpoint in the form of a PEFT folder: the fragments of each tensor joined.
+
+    Biases that were trained with it are in the base, so that its settings name none.
+    """
     tensors = {}
     counted = (tensor for tensor in alone.fragments() if not tensor.slot.replica)
     for key, pieces in groupby(counted, key=lambda tensor: tensor.key):
         tensors[key] = _joined([*pieces])
-    return peft.Saved(alone.root, _config(alone), tensors, alone.files)
+    return peft.Saved(alone.root, {**_config(alone), "bias": "none"}, tensors, alone.files)
 
 
 def _joined(pieces: list[Placed]) -> Fragment:

@@ -42,6 +42,10 @@ UNTOLD = (
     "transformers, and in others not"
 )
 """Of transformers 5.23 with peft 0.21.2: JetMoE's and Doge's routers are in it, those of Jamba and Aria are not."""
+LOST_BIASES = (
+    ", or PEFT up to 0.20 saved it, which left out the biases of lora_only (peft#3306): with bias = none in "
+    "adapter_config.json those of the base are kept"
+)
 
 
 @dataclass
@@ -166,18 +170,19 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     matrices = dict.fromkeys(slot.keys for slot in trainable if len(slot.shape) == 2)
     modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
     linear = {slot.keys[0].removesuffix(".weight") for slot in trainable if _is_linear(slot, base)}
-    if lacking := peft.missing(adapter, modules, {slot.keys for slot in trainable}, linear):
+    if lacking := peft.missing(adapter, modules, dict.fromkeys(slot.keys for slot in trainable), linear):
         some_trained = ", or not all linear layers were trained: then name those that were in target_modules"
+        lost_biases = LOST_BIASES if adapter.config.get("bias") == "lora_only" else ""
         all_linear, untold = peft.is_all_linear(adapter.config), isinstance(base.spec, Verbatim)
         raise SourceError(
             f"{saved.root} has nothing of {len(lacking)} modules or tensors that its config names: {some(lacking, 3)}"
             + (f" ({UNTOLD})" if all_linear and untold else ""),
-            "the file is not complete, or the base is another model" + (some_trained if all_linear else ""),
+            "the file is not complete, or the base is another model" + (some_trained if all_linear else lost_biases),
         )
     if beyond := peft.surplus(adapter, modules):
         raise SourceError(
             f"{saved.root} has a LoRA of {len(beyond)} modules that its config leaves out: {some(beyond, 3)}",
-            "PEFT would not load them: take adapter_config.json from where the file comes from",
+            "PEFT would not load all of them: take adapter_config.json from where the file comes from",
         )
     return adapter, slots
 

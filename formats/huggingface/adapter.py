@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from formats.huggingface.lora_config import CONFIG, PEFT_MERGES, read_config
 
 WEIGHTS = "adapter_model.safetensors"
 ROOT = "base_model.model."
+BIAS = ".bias"
 INNER = "base_layer"
 """The name that PEFT gives the wrapped module, and an inner wrapper of a parameter in an outer one."""
 ENDS = {
@@ -175,11 +176,15 @@ def _target(place: str, config: Mapping[str, Any], parameters: Sequence[str]) ->
     Wrappers of several parameters of a module are nested: the wrapper of the first parameter is the innermost.
     """
     module = _bare(place)
-    named = config.get("target_parameters") or ()
     own = [key for key in parameters if key.rpartition(".")[0] == module]
-    wrapped = [key for key in own if any(f".{key}".endswith(f".{name}") for name in named)]
+    wrapped = [key for key in own if _is_target_parameter(key, config)]
     depth = place.removeprefix(module).count(INNER)
     return wrapped[len(wrapped) - 1 - depth] if depth < len(wrapped) else module
+
+
+def _is_target_parameter(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether `target_parameters` names a parameter."""
+    return any(f".{key}".endswith(f".{name}") for name in config.get("target_parameters") or ())
 
 
 def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any], root: Path) -> Lora:
@@ -251,7 +256,7 @@ def missing(
         SourceError: the config has a pattern of names that is no regular expression.
     """
     config, saved_modules = adapter.config, adapter.config.get("modules_to_save") or ()
-    parameters, all_linear = config.get("target_parameters") or (), is_all_linear(config)
+    all_linear, has_bias = is_all_linear(config), _bias_owners(adapter)
     try:
         lacking = [
             names[0]
@@ -263,11 +268,24 @@ def missing(
         raise _no_pattern(adapter.root, "modules", error) from None
     for names in tensors:
         is_kept = any(_is_inside(names[0], module) for module in saved_modules)
-        if is_kept and adapter.whole.keys().isdisjoint(names):
+        is_bias = any(name.endswith(BIAS) and has_bias(name.removesuffix(BIAS)) for name in names)
+        if (is_kept or is_bias) and adapter.whole.keys().isdisjoint(names):
             lacking.append(names[0])
-        if any(f".{names[0]}".endswith(f".{name}") for name in parameters) and adapter.added.keys().isdisjoint(names):
+        if _is_target_parameter(names[0], config) and adapter.added.keys().isdisjoint(names):
             lacking.append(names[0])
     return lacking
+
+
+def _bias_owners(adapter: Adapter) -> Callable[[str], bool]:
+    """Whether PEFT trains and saves the bias of a module, if it has one.
+
+    Those are all with `all`, with `lora_only` the modules with a LoRA of their weight or of one of their parameters
+    (peft 0.21.2 tuners/tuners_utils.py `_get_learnable_bias_state_dict`).
+    """
+    added, config = adapter.added, adapter.config
+    with_lora = {name.rpartition(".")[0] if _is_target_parameter(name, config) else name for name in added}
+    owners: dict[str, Callable[[str], bool]] = {"all": lambda _: True, "lora_only": with_lora.__contains__}
+    return owners.get(config.get("bias", "none"), lambda _: False)
 
 
 def _is_inside(key: str, module: str) -> bool:
@@ -292,7 +310,9 @@ def surplus(adapter: Adapter, modules: Iterable[Sequence[str]]) -> list[str]:
 def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> bool:
     """Whether a module has a LoRA by the config (peft 0.21.2 tuners/tuners_utils.py `check_target_module_exists`).
 
-    With `all-linear`, or without `target_modules`, the name of the module does not tell: then the result is `untold`.
+    With `all-linear` the name of the module does not tell: then the result is `untold`. A null beside
+    `target_parameters` names no module: where PEFT takes a list of its own for the model type, it writes that list.
+    `layers_to_transform` does not count for a module that is named in full.
     """
     named, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     if _is_named(module, excluded):
@@ -300,9 +320,9 @@ def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> 
     if any(re.match(rf"(^|.*\.){module_name}($|\..*)", module) for module_name in config.get("modules_to_save") or ()):
         return False
     if named is None or is_all_linear(config):
-        return untold
+        return named is not None and untold
     layers = config.get("layers_to_transform")
-    if isinstance(named, str) or layers in (None, []) or not _is_named(module, named):
+    if isinstance(named, str) or layers in (None, []) or module in named or not _is_named(module, named):
         return _is_named(module, named)
     given = config.get("layers_pattern")
     patterns = [rf"(?:^|.*?\.){name}" for name in ([given] if isinstance(given, str) else given or ())]

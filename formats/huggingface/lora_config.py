@@ -46,17 +46,23 @@ ONLY = {
 }
 """Setting: the variant of LoRA that it turns on, none of which can be merged, as a clause of the error message."""
 TRUTH, MAP, OWN = "true or false", "a map", "a map or null"
+START, NAMES = "true, false or a name", "a list or null"
 KINDS = {
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), TRUTH),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), MAP),
     **dict.fromkeys(("velora_config", "lora_ga_config", "corda_config", "eva_config", "loftq_config"), OWN),
+    **dict.fromkeys(("kasa_config", "arrow_config", "use_bdlora"), OWN),
     "bias": "none, all or lora_only",
+    "init_lora_weights": START,
+    "target_parameters": NAMES,
 }
 """Setting: what it has to be, if it is there; PEFT loads no other, or takes each other text for true."""
 HOLDS: Mapping[str, Callable[[Any], bool]] = {
     TRUTH: lambda value: isinstance(value, bool | None),
     MAP: lambda value: isinstance(value, dict),
     OWN: lambda value: isinstance(value, dict | None),
+    START: lambda value: isinstance(value, bool | str | None),
+    NAMES: lambda value: isinstance(value, list | None),
     KINDS["bias"]: lambda value: value in ("none", "all", "lora_only"),
 }
 """Whether a value is what a setting has to be."""
@@ -109,6 +115,9 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
     for name, what in ONLY.items():
         if config.get(name) or config.get(name) == {}:
             raise UnsupportedError(f"{where} says {name} = {short(config[name])}: it {what}", PEFT_MERGES)
+    for name, kind in KINDS.items():
+        if name in config and not HOLDS[kind](config[name]):
+            raise SourceError(f"{where} says {name} = {short(config[name])}, it has to be {kind}", COPY)
     init = config.get("init_lora_weights", True)
     if init not in UNCHANGED:
         raise UnsupportedError(
@@ -120,9 +129,6 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
         raise UnsupportedError(
             f"{where} says {unknown[0]} = {short(config[unknown[0]])}, which no PEFT up to 0.21 has", PEFT_MERGES
         )
-    for name, kind in KINDS.items():
-        if name in config and not HOLDS[kind](config[name]):
-            raise SourceError(f"{where} says {name} = {short(config[name])}, it has to be {kind}", COPY)
     for name, value in ((name, config.get(name)) for name in NAMING):
         alone = isinstance(value, str | None) or (name == "layers_to_transform" and type(value) is int)
         entries = int if name == "layers_to_transform" else str

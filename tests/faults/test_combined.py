@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.fuzz import architectures
 from tests.fuzz.architectures import quiet
-from tests.golden.test_merge import EXPERTS, adapter_of
+from tests.golden.test_merge import EXPERTS, IN_FULL, adapter_of, judged, loaded
 from tests.models import files
 
 HERE = Path(__file__).parent
@@ -137,6 +137,11 @@ def test_a_sum_that_is_too_large_is_told_by_its_key(merged, tmp_path):
         ({"rank_pattern": ["q_proj"]}, 3, "says rank_pattern = ['q_proj'], it has to be a map"),
         ({"alpha_pattern": None}, 3, "says alpha_pattern = None, it has to be a map"),
         ({"use_rslora": "false"}, 3, "says use_rslora = 'false', it has to be true or false"),
+        ({"init_lora_weights": 1}, 3, "says init_lora_weights = 1, it has to be true, false or a name"),
+        ({"use_bdlora": False}, 3, "says use_bdlora = False, it has to be a map or null"),
+        ({"target_parameters": "embed_tokens.weight"}, 3, "it has to be a list or null"),
+        ({"init_lora_weights": 0}, 3, "says init_lora_weights = 0, it has to be true, false or a name"),
+        ({"init_lora_weights": 1.0}, 3, "says init_lora_weights = 1.0, it has to be true, false or a name"),
         ({"bias": "x"}, 3, "says bias = 'x', it has to be none, all or lora_only"),
         ({"velora_config": "x"}, 3, "says velora_config = 'x', it has to be a map or null"),
         ({"something_new": True}, 4, "something_new = True"),
@@ -279,6 +284,7 @@ def test_a_shared_embedding_of_a_model_without_a_table(model, convert, tmp_path)
     assert (ran.code, "untie the base first" in ran.err) == (5, True), ran.err
 
 
+ROUTERS = {"target_modules": [], "target_parameters": ["router.weight"], "bias": "lora_only"}
 PARTS = {
     "pattern": ("llama", {"target_modules": r".*\.(q|k)_proj"}, "layers.1.self_attn.k_proj"),
     "layers": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1, 3]}, "layers.3.self_attn.q_proj"),
@@ -295,6 +301,17 @@ PARTS = {
     "kept": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head"),
     "one of those kept": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]}, "layers.1.mlp.up"),
     "parameter": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, "layers.1.mlp.experts.base"),
+    "a module in full": ("llama", IN_FULL, "lm_head"),
+    "a layer in full": ("llama", IN_FULL, "layers.3.self_attn.q_proj"),
+    "one bias": ("qwen2", {"target_modules": ["q_proj"], "bias": "all"}, "layers.1.self_attn.k_proj.bias"),
+    "all biases": ("qwen2", {"target_modules": ["q_proj"], "bias": "all"}, ".bias"),
+    "one bias of lora": (
+        "starcoder2",
+        {"target_modules": ["c_fc"], "bias": "lora_only"},
+        "layers.1.mlp.c_fc.base_layer",
+    ),
+    "all biases of lora": ("starcoder2", {"target_modules": ["c_fc"], "bias": "lora_only"}, ".bias"),
+    "bias beside a parameter": ("gpt_oss", ROUTERS, "layers.1.mlp.router.base_layer.bias"),
     "all parameters": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, "mlp.experts"),
 }
 """A model, the words of an adapter, and of what the file is without."""
@@ -311,6 +328,39 @@ def test_an_adapter_that_is_not_complete(model, convert, tmp_path, name):
     save_file(incomplete, adapter / "adapter_model.safetensors", {"format": "pt"})
     ran = convert("merge", model(family), adapter, tmp_path / "out")
     assert (ran.code, "that its config names" in ran.err) == (3, True), ran.err
+
+
+def test_biases_that_peft_up_to_0_20_left_out(model, convert, tmp_path):
+    """Of `lora_only` (peft#3306): they are gone, and the base's are taken by one who says so."""
+    base = model("starcoder2")
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["c_fc"], bias="lora_only")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    kept = {key: tensor for key, tensor in weights.items() if not key.endswith("bias")}
+    save_file(kept, adapter / "adapter_model.safetensors", {"format": "pt"})
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert (ran.code, "with bias = none in adapter_config.json those of the base are kept" in ran.err) == (3, True)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"bias": "none"}))
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+
+
+def test_no_target_modules_beside_parameters(model, convert, tmp_path):
+    """PEFT loads the parameters' LoRA alone, of a model type for which it has no list of its own."""
+    base, settings = model("qwen3_moe"), {"target_parameters": EXPERTS}
+    alone, adapter = (
+        adapter_of(base, tmp_path / name, target_modules=targets, **settings)
+        for name, targets in (("alone", []), ("adapter", ["q_proj"]))
+    )
+    for folder in (alone, adapter):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": None}))
+    ran = convert("merge", base, alone, tmp_path / "of experts")
+    assert ran.code == 0, ran.err
+    query = "model.layers.1.self_attn.q_proj.weight"
+    assert judged(base, adapter, "float32")[query].equal(loaded(base)[query])
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert (ran.code, "has a LoRA of 4 modules that its config leaves out: model.layers.0." in ran.err) == (3, True)
 
 
 def test_a_module_that_is_a_target_and_kept(model, convert, tmp_path):

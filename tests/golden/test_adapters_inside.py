@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import vitruvian
+from tests.golden.test_merge import adapter_of
 
 HERE = Path(__file__).parent / "peft"
 COMMANDS = {"in_fsdp2": "fsdp2hf", "in_zero3": "zero2hf"}
@@ -71,6 +72,25 @@ def test_merged(trained, convert, tmp_path):
         dtype="fp32",
     )  # fmt: skip
     assert done.digest == vitruvian.digest(tmp_path / "out").digest
+
+
+def test_biases_that_were_trained_are_in_the_base(model, convert, tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, checkpoint = model("qwen2"), tmp_path / "checkpoint"
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"], bias="all")
+    wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    dcp.save({"model": wrapped.state_dict()}, checkpoint_id=checkpoint, no_dist=True)
+    shutil.copyfile(adapter / "adapter_config.json", checkpoint / "adapter_config.json")
+    ran = convert("fsdp2hf", checkpoint, tmp_path / "out", "--config", base, "--adapter", "merged")
+    assert ran.code == 0, ran.err
+    assert convert("merge", base, adapter, tmp_path / "merged").code == 0
+    ours, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "merged"))
+    assert ours.keys() == merged.keys()
+    assert all(np.array_equal(tensor, merged[key]) for key, tensor in ours.items())
 
 
 def test_the_weights_of_zero_as_it_computes_with_them(convert, tmp_path):

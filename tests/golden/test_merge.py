@@ -21,6 +21,8 @@ PATTERNS = {
     "alpha_pattern": {"v_proj": 5, "layers.1.self_attn.k_proj": 2.5},
 }
 SOME = {"layers_to_transform": [1, 3], "layers_pattern": "layers"}
+IN_FULL = {"target_modules": ["v_proj", "lm_head", "model.layers.3.self_attn.q_proj"], "layers_to_transform": [0, 1]}
+"""Modules that are named in full, which have a LoRA in spite of `layers_to_transform`."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "every matrix": ("llama", {"target_modules": [*LINEAR, "lm_head"]}),
     "patterns": ("llama", {"target_modules": "all-linear", "use_rslora": True, **PATTERNS}),
@@ -28,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head", "norm"]}),
     "dora of an embedding": ("llama", {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
     "some layers": ("llama", {"target_modules": ["q_proj"], **SOME}),
+    "some layers and modules in full": ("llama", IN_FULL),
     "excluded": ("llama", {"target_modules": r".*\.(q|k)_proj", "exclude_modules": r".*layers\.0.*"}),
     "biases": ("qwen2", {"target_modules": ["q_proj", "v_proj"], "bias": "all"}),
     "biases of lora": ("starcoder2", {"target_modules": ["q_proj", "c_fc"], "bias": "lora_only"}),
@@ -405,3 +408,36 @@ def test_experts_one_by_one(model, convert, tmp_path):
             magnitude = tensors[f"base_model.model.{key.removesuffix('.weight')}.lora_magnitude_vector"]
             want *= (magnitude / np.linalg.norm(want, axis=1))[:, None]
         assert (after == want.astype(np.float32)).all(), key
+
+
+def test_peft_drops_the_dense_layers_of_experts_one_by_one(model, convert, tmp_path):
+    """It takes their names for those of the experts, which it turns into parameters, and gives no warning."""
+    import warnings
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    base, dense = model("qwen3_moe-tied"), {f"model.layers.{layer}.mlp" for layer in (0, 2)}
+    before, tensors, dice = load_file(base / "model.safetensors"), {}, torch.Generator().manual_seed(3)
+    names = ["gate_proj", "up_proj", "down_proj"]
+    for key in [key for key in before if key.endswith(tuple(f".{name}.weight" for name in names))]:
+        module, (out, wide) = "base_model.model." + key.removesuffix(".weight"), before[key].shape
+        tensors[f"{module}.lora_A.weight"] = torch.randn((2, wide), generator=dice)
+        tensors[f"{module}.lora_B.weight"] = torch.randn((out, 2), generator=dice)
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors", {"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": names}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    ran = convert("merge", base, tmp_path / "adapter", tmp_path / "out")
+    assert ran.code == 0, ran.err
+    with warnings.catch_warnings(record=True) as told:
+        exact = judged(base, tmp_path / "adapter", "float64")
+    assert not any("gate_proj" in str(warning.message) for warning in told)
+    ours = loaded(tmp_path / "out")
+    assert ours.keys() == exact.keys()
+    apart_from_peft = {key for key, tensor in ours.items() if not torch.equal(tensor, exact[key].float())}
+    assert apart_from_peft == {f"{module}.{name}.weight" for module in dense for name in names}
+    for key in apart_from_peft:
+        left, right = (tensors[f"base_model.model.{key.removesuffix('.weight')}.lora_{part}.weight"] for part in "BA")
+        assert torch.equal(exact[key].float(), before[key])
+        assert torch.equal(ours[key], (before[key].double() + 2 * left.double() @ right.double()).float())

@@ -43,7 +43,7 @@ CONVERTED_AGAIN = {7, 8, Interrupted.exit_code}
 def due(watch: Watch, latest: Mapping[str, Record]) -> list[commits.Saved]:
     """The complete checkpoints that are to be converted, the oldest first, which the training deletes first.
 
-    Conversions that were begun, and whose checkpoint is gone, are among them, to be ended.
+    Conversions that were begun are among them, to be ended, even where the checkpoint is gone or its model is not kept.
 
     Raises:
         SourceError: the run cannot be read.
@@ -53,13 +53,14 @@ def due(watch: Watch, latest: Mapping[str, Record]) -> list[commits.Saved]:
     except OSError as error:
         raise SourceError(f"{watch.run}: {error.strerror}") from None
     retained = watch.kept(checkpoint.step for checkpoint in saved)
-    wanted = (
-        saved if watch.push else [checkpoint for checkpoint in saved if checkpoint.step in retained]
-    )  # others would be deleted at once
-    begun = [
-        name for name, record in latest.items() if record["state"] not in ENDED and not (watch.run / name).exists()
-    ]
-    wanted = [*wanted, *(commits.Saved(latest[name]["step"], watch.run / name) for name in begun)]
+    begun = {name: record for name, record in latest.items() if record["state"] not in ENDED}
+    wanted = [
+        checkpoint
+        for checkpoint in saved
+        if watch.push or checkpoint.step in retained or checkpoint.folder.name in begun
+    ]  # others would be deleted at once
+    gone = {name: record for name, record in begun.items() if not (watch.run / name).exists()}
+    wanted += (commits.Saved(record["step"], watch.run / name) for name, record in gone.items())
     return [checkpoint for checkpoint in wanted if _is_due(watch, checkpoint, latest.get(checkpoint.folder.name))]
 
 

@@ -135,6 +135,26 @@ def test_what_was_begun_and_is_gone_is_ended(convert, run, tmp_path):
     assert sorted(path.name for path in out.iterdir()) == [".watch", "step-2"]
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_was_begun_and_is_not_kept_is_ended(convert, run, tmp_path, is_there):
+    """By a watcher that was killed while its conversion went on, or was stopped by a time limit together with it."""
+    out = tmp_path / "out"
+    argv = ("watch", run, "--out", out, "--once")
+    step_2 = (run / "step-2").rename(tmp_path / "step-2")
+    convert(*argv)
+    log = out / ".watch/log.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"converted"' not in line))
+    if not is_there:
+        shutil.rmtree(out / "step-1")
+        (out / "step-1.partial").mkdir()
+        record = json.loads(log.read_text().splitlines()[-1]) | {"state": "again", "error": "stopped", "exit_code": 75}
+        log.write_text(log.read_text() + json.dumps(record) + "\n")
+    step_2.rename(run / "step-2")
+    ran = convert(*argv, "--keep", "1", "--idle", "0")
+    assert ran.code == 0, ran.err
+    assert sorted(path.name for path in out.iterdir()) == [".watch", "step-2"]
+
+
 def test_a_checkpoint_that_another_watcher_has_is_left_to_it(run, tmp_path):
     watch = watch_log.Watch(run, tmp_path / "out")
     watch_log.begin(watch)

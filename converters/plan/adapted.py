@@ -34,6 +34,7 @@ from formats.registry import format_of
 
 PACKED = ("qweight", "weight_packed", "W_q")
 """Tensors of a quantized linear layer in place of `weight`: of GPTQ and AWQ, compressed-tensors, HQQ."""
+ALONE_FIRST = "take the adapter with --adapter only, then convert merge"
 
 
 def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkpoint], Plan]) -> Plan:
@@ -45,12 +46,14 @@ def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkp
         planned: makes the plan of the base without the adapter.
 
     Raises:
-        SourceError: there is no adapter_config.json.
+        SourceError: there is no adapter_config.json, or no base that the adapter could be merged into.
         UnsupportedError: the adapter is no LoRA that can be merged.
     """
     if source.settings.adapter == "only":
         return _plan_alone(source, request)
     alone = format_of(source).reader.read(source.root, replace(source.settings, adapter="only"))
+    if not source.tensors:
+        raise SourceError(f"{source.root} holds no base, only an adapter", ALONE_FIRST)
     alone = replace(alone, settings=source.settings)
     dropped = tuple(name for name in source.dropped if not is_of_adapter(name))
     return plan_merge(replace(source, dropped=dropped), _saved(alone), request, planned)
@@ -110,16 +113,27 @@ def _joined(pieces: list[Placed]) -> Fragment:
 
 
 def _plan_alone(source: Checkpoint, request: Request) -> Plan:
-    """A plan that writes a folder which PeftModel.from_pretrained loads."""
+    """A plan that writes a folder which PeftModel.from_pretrained loads.
+
+    Raises:
+        SourceError: the adapter is not complete, contradicts its config or does not fit its base.
+        UnsupportedError: a tensor of the adapter is in the base.
+    """
     config = _config(source)
-    if config.get("bias") not in (None, "none"):
+    if config.get("bias") not in (None, "none") and isinstance(source.spec, AdapterSpec) and source.spec.base:
         raise UnsupportedError(
             f"the adapter in {source.root} was trained with bias = {config['bias']}, and its biases are in the base",
             "--adapter merged has them",
         )
     outline = _outline(source, config)
     base = _base(source, outline)
-    fitted(outline, base)
+    adapter, _, _ = fitted(outline, base)
+    if unexplained := peft.unexplained(adapter):
+        raise SourceError(
+            f"{source.root} holds {len(unexplained)} tensors of no LoRA that its {lora_config.CONFIG} does not name: "
+            f"{some(unexplained, 3)}",
+            f"take {lora_config.CONFIG} from the same save",
+        )
     names = dict.fromkeys(outline.tensors, peft.WEIGHTS)
     written = huggingface.write(
         request.root, source.spec, cast_dtypes(source, request.cast), 1 << 60, {"weight_map": names}

@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats.deepspeed import duplicate_partitions, universal
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed import universal
 from formats.deepspeed.flat_pieces import flat_piece, whole_of
 from formats.deepspeed.partitions import flat_fragment
 from formats.disk.safetensors import FLOATS, Fragment
@@ -162,16 +162,17 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in value)
 
 
-def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
+def frozen(files: Sequence[TorchFile]) -> dict[str, Scattered]:
     """The parameters that are not trained: in stage 2 whole, strided as in memory, in stage 3 a part on each rank.
 
     Args:
         files: the model files of all data parallel ranks; in stage 2 the only model file.
 
     Raises:
-        SourceError: a frozen parameter has no tensor in a file, or no valid shape.
+        SourceError: a frozen parameter has no tensor in a file, or no valid shape; or two ranks hold the same parts.
     """
     shapes = files[0].value.get("frozen_param_shapes") or {}
+    tensors, parts = dict[str, Scattered](), {file.path: list[Fragment]() for file in files}
     for name, shape in shapes.items():
         if not _is_shape(shape):
             raise SourceError(f"{files[0].path} holds a frozen parameter of the shape {short(shape)}")
@@ -185,11 +186,14 @@ def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
                 pieces.append(Piece(whole_part(shape), fragment))
                 continue
             fragment = flat_fragment(file, ref, f"the frozen {name}")
+            parts[file.path].append(fragment)
             stop = min(prod(shape), start + fragment.shape[0])
             if stop > start:
                 pieces.append(flat_piece(fragment, 0, start, stop))
             start = stop
-        yield name, whole_of(name, shape, pieces, fragment)
+        tensors[name] = whole_of(name, shape, pieces, fragment)
+    duplicate_partitions.require_own(parts.items())
+    return tensors
 
 
 def module(file: TorchFile) -> dict[str, Fragment]:

@@ -181,7 +181,7 @@ def _states(
         if partitions[0].stage == 3 and len(partitions) != len(models):
             raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
         tensors = dict(zero_partitions.load(partitions, model_files.param_shapes(first), state))
-        tensors |= dict(model_files.frozen(models if partitions[0].stage == 3 else models[:1]))
+        tensors |= model_files.frozen(models if partitions[0].stage == 3 else models[:1])
     yield from _with_others(tag, first, modules, tensors, state, first.value.get("frozen_param_shapes") or ())
 
 

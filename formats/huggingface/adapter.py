@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from formats.disk.safetensors import FLOATS, Fragment, read_safetensors
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.huggingface.lora_config import CONFIG, PEFT_MERGES, read_config
+from formats.model.vocab_rows import EMBEDDING, HEAD
 
 WEIGHTS = "adapter_model.safetensors"
 ROOT = "base_model.model."
@@ -286,6 +287,22 @@ def _bias_owners(adapter: Adapter) -> Callable[[str], bool]:
     with_lora = {name.rpartition(".")[0] if _is_target_parameter(name, config) else name for name in added}
     owners: dict[str, Callable[[str], bool]] = {"all": lambda _: True, "lora_only": with_lora.__contains__}
     return owners.get(config.get("bias", "none"), lambda _: False)
+
+
+def unexplained(adapter: Adapter) -> list[str]:
+    """The tensors that replace some of the base and that PEFT does not save with an adapter of this config.
+
+    It saves the modules of `modules_to_save`, trained biases, and embedding and output head where they have a LoRA or
+    the vocabulary was resized (peft 0.21.2 utils/save_and_load.py `get_peft_model_state_dict`).
+    """
+    modules, has_bias = adapter.config.get("modules_to_save") or (), _bias_owners(adapter)
+    return [
+        key
+        for key in adapter.whole
+        if not any(_is_inside(key, module) for module in modules)
+        and not (key.endswith(BIAS) and has_bias(key.removesuffix(BIAS)))
+        and not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))
+    ]
 
 
 def _is_inside(key: str, module: str) -> bool:

@@ -24,7 +24,7 @@ tests/golden/bridge; NeMo 2 has the same names.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from formats.layout.pattern import Axis, Fill, Pattern, Product, Term
 from formats.layout.pieces import Scattered, match_pieces, repeat, whole_part
 from formats.layout.slots import Slot
 from formats.layout.table import Rule, rules
-from formats.megatron import common_state
+from formats.megatron import common_state, lora_targets
 from formats.megatron.args import providers, run_config
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.moe import interleaves_of
@@ -155,7 +155,7 @@ def read(
 
     Raises:
         UsageError: there is no adapter, or the user asked for more than the adapter (`--adapter only`).
-        SourceError: the adapter is not complete.
+        SourceError: the adapter is not complete, or has more than its config names.
         UnsupportedError: the adapter is of another method, or of other modules.
     """
     if not tensors:
@@ -180,7 +180,8 @@ def read(
             f"{short(peft.get('dim'))}{f' for {topk} experts' * (topk > 1)}"
         )
     matrices = _matrices_of(tensors, TABLES[kind], model)
-    trained = {*(peft.get("target_modules") or ())} - {*(peft.get("exclude_modules") or ())}
+    named_modules, excluded = lora_targets.patterns(peft, common.path)
+    trained = {*named_modules} - {*excluded}
     targets = [name for name in TARGETS if name in model.tensors and not trained.isdisjoint(_names(name, kind))]
     if missing := dict.fromkeys(TARGETS[name][kind] for name in targets if name not in matrices):
         raise SourceError(f"{folder} holds no LoRA of {some([*missing], 3)}, which its target_modules name")
@@ -194,6 +195,8 @@ def read(
         shards=tp if kind == "canonical" else 0,
     )
     require_orders(spec, tp)
+    staged = (args.get("pipeline_model_parallel_size") or 1) > 1
+    lora_targets.require(_modules(spec, kind), named_modules, excluded, model.layers if staged else 0, folder)
     try:
         _, placed, _ = match_pieces(_slots(spec), tensors, (), folder)
     except SourceError as error:
@@ -290,6 +293,13 @@ def _matrices_of(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpe
     rules = [rule for rule in table if any(rule.key.replace("{layer}", key.split(".")[2]) == key for key in keys)]
     names = {name.rpartition("_lora_")[0] for rule in rules for name in rule.pattern.tensors} & {*model.tensors}
     return tuple(name for name in TARGETS if name in names)
+
+
+def _modules(spec: LoraSpec, kind: str) -> Iterator[tuple[str, set[str]]]:
+    """The modules with an adapter, by their names in a checkpoint, and what `target_modules` calls each adapter."""
+    for slot in _slots(spec):
+        matrices = {tensor.rpartition("_lora_")[0] for tensor in slot.rule.pattern.tensors}
+        yield slot.keys[0].partition(ADAPTER)[0], {TARGETS[matrix][kind] for matrix in matrices}
 
 
 def _slots(spec: LoraSpec) -> list[Slot]:

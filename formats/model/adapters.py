@@ -113,6 +113,10 @@ def is_of_adapter(key: str) -> bool:
 def select(keys: Mapping[str, Value], adapter: str | None, where: Path) -> dict[str, Value]:
     """The tensors of a training checkpoint that are to be read, by their names in files.
 
+    Where no name has that of an adapter, PEFT made the names for a file (`get_peft_model_state_dict`, which accelerate
+    1.15 saves with FSDP, utils/fsdp_utils.py `_get_model_state_dict`): all tensors are the adapter's, those that
+    replace the base's too.
+
     Args:
         keys: the values of all tensors, by the tensors' names in memory.
         adapter: `only` for the adapter, by the names in PEFT's files; `merged` for the base model that the adapter is
@@ -138,6 +142,8 @@ def select(keys: Mapping[str, Value], adapter: str | None, where: Path) -> dict[
         else:
             base[REPLACED.sub("", key).removeprefix(ROOT)] = value
         names |= {match["name"]: None for match in (lora, saved) if match and match["name"]}
+    if own and not names and all(key.startswith(ROOT) for key in keys):  # as in PEFT's files, which hold no base
+        base, own = {}, dict(keys)
     require_plain(base, where)
     if not own:
         raise UsageError(f"{where} holds no adapter", "leave --adapter out")

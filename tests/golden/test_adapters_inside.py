@@ -270,6 +270,99 @@ def test_a_save_of_the_adapter_alone(trained_by_fsdp, convert, tmp_path):
     assert (ran.code, "--config BASE" in ran.err) == (4, True), ran.err
 
 
+def saved_by_accelerate(base: Path, tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
+    """An adapter as PEFT saves it, and as accelerate saves it alone in a checkpoint of FSDP (`adapter_only`)."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from peft import PeftModel, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    adapter, checkpoint = adapter_of(base, tmp_path / "peft", **settings), tmp_path / "checkpoint"
+    wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    tensors = get_peft_model_state_dict(wrapped, adapter_name=wrapped.active_adapter)
+    dcp.save({"model": tensors}, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
+    shutil.copyfile(adapter / "adapter_config.json", checkpoint / "adapter_config.json")
+    return adapter, checkpoint
+
+
+SAVED_ALONE = {
+    "head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "embedding": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "norms": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),
+    "LoRA of the embedding": ("llama", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+    "LoRA of the head": ("llama", {"target_modules": ["q_proj", "lm_head"], "use_dora": True}),
+    "biases": ("qwen2", {"target_modules": ["q_proj"], "bias": "lora_only"}),
+}
+"""Model and settings of adapters whose file has tensors that replace some of the base."""
+
+
+@pytest.mark.parametrize("kind", SAVED_ALONE)
+def test_an_adapter_that_accelerate_saves_alone(kind, model, convert, tmp_path):
+    """Its tensors have the names of PEFT's files, in which a replaced tensor has its name in the base."""
+    name, settings = SAVED_ALONE[kind]
+    base = model(name)
+    adapter, checkpoint = saved_by_accelerate(base, tmp_path, **settings)
+    expected = load_file(adapter / "adapter_model.safetensors")
+    assert any("lora_" not in key for key in expected)
+    for number, options in enumerate(([], ["--config", base])):
+        ran = convert("fsdp2hf", checkpoint, tmp_path / str(number), "--adapter", "only", *options)
+        assert ran.code == 0, ran.err
+        written = load_file(tmp_path / str(number) / "adapter_model.safetensors")
+        assert written.keys() == expected.keys()
+        assert all(np.array_equal(tensor, expected[key]) for key, tensor in written.items())
+    assert convert("merge", base, tmp_path / "0", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("extra", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_what_peft_saves_with_no_adapter_of_these_settings(extra, trained_by_fsdp, convert, tmp_path):
+    """A tensor of the base that no setting names, beside an adapter with the names of PEFT's files."""
+    tensors, settings, base = trained_by_fsdp
+    alone = {key.replace(".default", ""): tensor for key, tensor in tensors.items() if "lora_" in key}
+    whole = next(tensor for key, tensor in tensors.items() if key.replace(".base_layer", "").endswith(extra))
+    checkpoint = save(alone | {f"base_model.model.{extra}": whole}, settings, tmp_path / "checkpoint")
+    for options in ([], ["--config", base]):
+        ran = convert("fsdp2hf", checkpoint, tmp_path / "no", "--adapter", "only", *options)
+        assert (ran.code, extra in ran.err, (tmp_path / "no").exists()) == (3, True, False), ran.err
+
+
+def test_there_is_no_base_to_merge_into(model, convert, tmp_path):
+    """The weights in the folder of --config are no base, whether a table describes their model or none does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+    config, untabled = AutoConfig.for_model("opt", num_hidden_layers=2, **sizes), tmp_path / "opt"
+    AutoModelForCausalLM.from_config(config).save_pretrained(untabled)
+    for base, words in (model("llama"), "tensors are missing"), (untabled, "holds no base"):
+        _, checkpoint = saved_by_accelerate(base, tmp_path / base.name, target_modules=["q_proj"])
+        ran = convert("fsdp2hf", checkpoint, tmp_path / "no", "--adapter", "merged", "--config", base)
+        assert (ran.code, words in ran.err, (tmp_path / "no").exists()) == (3, True, False), ran.err
+
+
+@pytest.mark.parametrize("adapter", ["merged", "only"])
+def test_frozen_parameters_of_another_rank(adapter, convert, tmp_path):
+    """The model file of one rank, saved again as that of the next: both hold the same half of each frozen parameter."""
+    import torch
+
+    folder = shutil.copytree(HERE / "in_zero3", tmp_path / "trained")
+    settings = json.loads((folder / "lora_config.json").read_text())["peft"]
+    (folder / "checkpoint/adapter_config.json").write_text(json.dumps(settings))
+    first, second = sorted(folder.glob("checkpoint/*/zero_pp_rank_*_model_states.pt"))
+    options = ("--adapter", adapter, "--config", folder / "base", "--dtype", "fp32")
+    options = options if adapter == "merged" else options[:4]
+    content = torch.load(first, weights_only=False)
+    torch.save(content, second)
+    ran = convert("zero2hf", folder / "checkpoint", tmp_path / "no", *options)
+    words = (first.name, second.name, "hold the same elements: one is a copy of the other")
+    assert (ran.code, *(word in ran.err for word in words)) == (3, True, True, True), ran.err
+    assert not (tmp_path / "no").exists()
+    for name, fragment in content["frozen_param_fragments"].items():
+        content["frozen_param_fragments"][name] = torch.ones_like(fragment)
+    torch.save(content, first)
+    torch.save(content, second)
+    ran = convert("zero2hf", folder / "checkpoint", tmp_path / "ones", *options)
+    assert ran.code == 0, ran.err
+
+
 def test_the_settings_in_the_folder_of_the_config(trained, convert, tmp_path):
     command, folder = trained
     (folder / "checkpoint/adapter_config.json").rename(folder / "base/adapter_config.json")

@@ -252,3 +252,71 @@ def test_another_method(convert, tmp_path):
     ):  # fmt: skip
         path.write_text(yaml.safe_dump(config | {"peft": config["peft"] | change}))
         refused(convert("megatron2hf", run, tmp_path / "no", "--adapter", "only"), code, message)
+
+
+LEFT_OUT = {
+    "names": {"target_modules": ["linear_qkv"]},
+    "of CanonicalLoRA": {"target_modules": ["linear_q", "linear_proj", "linear_fc1_up", "linear_fc2"]},
+    "a layer": {"target_modules": ["*.layers.0.*.linear_*"]},
+    "a place": {"target_modules": ["*.self_attention.*"]},
+    "excluded": {"exclude_modules": ["linear_proj"]},
+    "an excluded place": {"exclude_modules": ["*.layers.1.mlp.linear_fc2"]},
+}
+"""Settings that leave out modules with a LoRA."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_modules_that_the_settings_leave_out(convert, tmp_path, name, case):
+    run = shutil.copytree(REAL / name, tmp_path / "run")
+    path = run / "iter_0000007/run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(config | {"peft": config["peft"] | LEFT_OUT[case]}))
+    ran = convert("megatron2hf", run, tmp_path / "no", "--adapter", "only")
+    refused(ran, 3, "modules that its config leaves out")
+    assert not (tmp_path / "no").exists()
+
+
+ALL_LAYERS = [f"*.layers.{layer}.*" for layer in (0, 1)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": None},
+        {"target_modules": []},
+        {"target_modules": ["*"]},
+        {"target_modules": ALL_LAYERS, "exclude_modules": ["linear_router", "*.cross_attention.*"]},
+    ],
+    ids=["null", "empty", "all", "layers"],
+)
+def test_modules_that_wildcards_name(convert, tmp_path, name, change):
+    run = shutil.copytree(REAL / name, tmp_path / "run")
+    path = run / "iter_0000007/run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(config | {"peft": config["peft"] | change}))
+    ran = convert("megatron2hf", run, tmp_path / "adapter", "--adapter", "only")
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize("value", ["linear_qkv", [3], [["linear_qkv"]], ["*("]], ids=str)
+def test_targets_that_are_no_names(convert, tmp_path, value):
+    run = shutil.copytree(REAL / "lora_tp2", tmp_path / "run")
+    path = run / "iter_0000007/run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(config | {"peft": config["peft"] | {"target_modules": value}}))
+    refused(convert("megatron2hf", run, tmp_path / "no", "--adapter", "only"), 3, "target_modules of its peft")
+
+
+def test_layers_of_pipeline_stages_count_from_zero(convert, tmp_path):
+    """A pattern of layer 0 names the first layer of each stage."""
+    run = shutil.copytree(REAL / "lora_tp2", tmp_path / "run")
+    path = run / "iter_0000007/run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["peft"]["target_modules"] = ["*.layers.0.*"]
+    for stages, code in ((2, 0), (1, 3)):
+        config["model"]["pipeline_model_parallel_size"] = stages
+        path.write_text(yaml.safe_dump(config))
+        ran = convert("megatron2hf", run, tmp_path / f"out{stages}", "--adapter", "only")
+        assert (ran.code, "leaves out" in ran.err) == (code, code == 3), ran.err

@@ -20,7 +20,7 @@ from converters.assets.replaceable import foreign
 from converters.assets.trusted import is_read_with_model
 from converters.common.atomic import put_in_place, stoppable, sync_path
 from converters.common.disk_space import require_space
-from converters.common.manifest import bare_digests, check_manifest, small_digests
+from converters.common.manifest import bare_digests, small_digests
 from converters.common.progress import Progress
 from converters.common.stripes import stripe
 from converters.move import scratch
@@ -165,7 +165,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
         raise ValueError("a plan without a target cannot run")
     for source in plan.sources:
         check_paths(source, request, plan.target.copies.values())
-        check_manifest(source)
+    digest.check_manifests(plan)
     check_room(plan, request, share)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     every, place = request.commit_seconds, request.place

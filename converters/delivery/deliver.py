@@ -22,7 +22,6 @@ from typing import NamedTuple
 from converters.assets.replaceable import is_known_name
 from converters.common.atomic import lock, stoppable, write_all
 from converters.common.disk_space import require_space
-from converters.common.manifest import check_manifest
 from converters.common.progress import Progress
 from converters.convert import (
     CHANGED,
@@ -47,6 +46,7 @@ from converters.move.source_checks import SourceChecks, Verdict
 from converters.move.staging import disk
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Request
+from converters.prove.digest import check_manifests
 from converters.remote.path import RemotePath
 from converters.remote.store import Entry
 from formats.checkpoint import MANIFEST, OutputFile, Target
@@ -119,7 +119,7 @@ def deliver(
     target, stamps = _target_of(plan, request), stamps_of(plan)
     for source in plan.sources:
         check_apart(source, request, target.copies.values())
-        check_manifest(source)
+    check_manifests(plan)
     if plan.source.proof is not None:
         prove(plan.source.proof, request)
     groups = groups_of(plan, target)
@@ -171,7 +171,7 @@ def check(plan: Plan, request: Request) -> None:
     target = _target_of(plan, request)
     for source in plan.sources:
         check_apart(source, request, target.copies.values())
-        check_manifest(source)
+    check_manifests(plan)
     receiver_of(_out(request)).check(lambda others: check_free(request, others))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.common.hub_names import place_of
-from converters.common.manifest import check_manifest, total
+from converters.common.manifest import total
 from converters.common.progress import size
 from converters.convert import check_paths, check_room, run, run_share
 from converters.library.options import (
@@ -205,7 +205,7 @@ def check(planned: plans.Plan, request: Request) -> None:
     assert planned.target is not None
     for source in planned.sources:
         check_paths(source, request, planned.target.copies.values())
-        check_manifest(source)
+    digest.check_manifests(planned)
     check_room(planned, request)
 
 

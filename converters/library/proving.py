@@ -318,7 +318,8 @@ def _verified(
     weights = {job.name for job in plan.jobs}
     if states:
         optimizer_states, _ = training_of(checkpoint).states(checkpoint)
-        plan = replace(plan, jobs=(*plan.jobs, *state_jobs(checkpoint, optimizer_states)))
+        apart = {state: of for state, of in optimizer_states.items() if not _are_weights(of, checkpoint)}
+        plan = replace(plan, jobs=(*plan.jobs, *state_jobs(checkpoint, apart)))
     elif "optimizer" in checkpoint.state:
         notes = [UNCOMPARED_OPTIMIZER, *notes]
     here = read(plan) if read else _hashed(plan.jobs, effects, checked=False)  # a digest proves more than a CRC-32
@@ -327,6 +328,11 @@ def _verified(
     counted = len({*here, *there} - left_out)
     totals = total({name: digest for name, digest in here.items() if name in weights}), total(against)
     return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes))
+
+
+def _are_weights(state: Checkpoint, checkpoint: Checkpoint) -> bool:
+    """Whether an optimizer state is the weights themselves, as master weights may be: they are compared as weights."""
+    return {id(placed.fragment) for placed in state.tensors} <= {id(placed.fragment) for placed in checkpoint.tensors}
 
 
 def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False) -> Differences:

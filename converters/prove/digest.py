@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.common.manifest import dumped, read_manifest, remembered_states, total
+from converters.common.manifest import changed_state, check_manifest, dumped, read_manifest, remembered_states, total
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
-from formats.errors import VerificationError, count
+from formats.errors import VerificationError, count, some
 from formats.huggingface.language_model import modules_of
 from formats.optimizer import CARRIED, STATES
 
@@ -56,6 +56,24 @@ def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
     texts = plan.target.texts.items()
     same = all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
     return tensors if same else None
+
+
+def check_manifests(plan: Plan) -> None:
+    """Compare sources with their manifests, before a byte of the weights is read.
+
+    Small files with the state of a training, such as the settings of an optimizer, are compared if states are moved.
+
+    Raises:
+        VerificationError: a source is not what it was when its manifest was written.
+    """
+    moved = any(job.state for job in plan.jobs)
+    for source in plan.sources:
+        check_manifest(source)
+        if moved and (changed := changed_state(source.home)):
+            raise VerificationError(
+                f"{some(changed, 5)} of {source.root} {'is' if len(changed) == 1 else 'are'} not what {MANIFEST} says",
+                f"copy it again; or, if that is meant, remove {source.home / MANIFEST}",
+            )
 
 
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:

@@ -370,7 +370,7 @@ def _keys(tensors: Mapping[str, Scattered], tag: Path, adapter: str | None = Non
         if key in keys:
             raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
         keys[key] = name
-    return adapters.select(keys, adapter, tag)
+    return keys if unnamed else adapters.select(keys, adapter, tag)
 
 
 def _config_folder(path: Path, run: Path, tag: Path, settings: Settings, *, needed: bool) -> Path | None:

@@ -108,6 +108,28 @@ def test_the_weights_of_zero_as_it_computes_with_them(convert, tmp_path):
     assert logits(tmp_path / "out", folder) < 5e-7
 
 
+def test_a_universal_checkpoint_of_it_is_verified(convert, tmp_path):
+    """It has the adapter alone, under the names of the training; what it was made of is what becomes a model."""
+    import torch
+
+    source, universal = HERE / "in_zero3/checkpoint", tmp_path / "universal"
+    ran = convert("zero2universal", source, universal)
+    assert (ran.code, "21 parameters are frozen" in ran.err) == (0, True), ran.err
+    ran = convert("verify", universal)
+    assert (ran.code, "equals vitruvian.json: 24 tensors" in ran.out) == (0, True), ran.err
+    assert convert("inspect", universal).code == convert("diff", universal, universal).code == 0
+    base = ["--config", HERE / "in_zero3/base"]
+    for options in ([], base, ["--adapter", "only"], ["--adapter", "merged", *base]):
+        ran = convert("zero2hf", universal, tmp_path / "out", *options)
+        assert (ran.code, (tmp_path / "out").exists()) == (4 if options == base else 3, False), ran.err
+    file = next(universal.glob("*/zero/*q_proj.lora_A*/exp_avg.pt"))
+    content = torch.load(file, weights_only=False)
+    content["param"][0, 0] += 1
+    torch.save(content, file)
+    ran = convert("verify", universal)
+    assert (ran.code, "1 of 24 tensors" in ran.err, "exp_avg.base_model" in ran.err) == (6, True, True), ran.err
+
+
 def test_what_is_refused(trained, convert, tmp_path):
     command, folder = trained
     checkpoint, base = folder / "checkpoint", ["--config", folder / "base"]

@@ -20,6 +20,7 @@ from tests.models import files
 RUN = Path(__file__).with_name("megatron_0192") / "fsdp_dtensor"
 VOCAB = ("--vocab-size", 60)
 LAYER = "decoder.layers.0."
+STATE = "optimizer.state.module.module.module."
 PARAMETERS = {
     "embedding.word_embeddings.weight": (60, 24), "output_layer.weight": (60, 24),
     "decoder.final_layernorm.weight": (24,), f"{LAYER}input_layernorm.weight": (24,),
@@ -59,11 +60,10 @@ def test_its_optimizer_in_torch_dist_and_back(convert, tmp_path, dtype):
     ran = convert("reshard", RUN, there, "--format", "torch_dist", "--with-optimizer", *cast, *VOCAB)
     assert ran.code == 0, ran.err
     theirs, ours = tensors(RUN / "iter_0000003"), tensors(there / "iter_0000003")
-    state = "optimizer.state.module.module.module."
     for name, shape in PARAMETERS.items():
         whole = name.replace("weight_w", "weight").replace("weight_v", "weight")
         expected = {"param": theirs[f"model.module.{name}"]}
-        expected |= {moment: theirs[f"{state}{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq")}
+        expected |= {moment: theirs[f"{STATE}{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq")}
         for moment, tensor in expected.items():
             stacked = whole.replace(LAYER, "decoder.layers.")
             stacked = stacked.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
@@ -140,6 +140,37 @@ def test_other_frameworks_resume_from_it(convert, tmp_path):
         if not name.startswith("rng_state"):
             rows = 60 if tensor.shape[:1] == (64,) else None
             assert ours[name][:rows].equal(tensor[:rows]) if tensor.shape else ours[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("command", ["hf2megatron", "reshard"])
+def test_what_is_written_equals_its_manifest(convert, tmp_path, command):
+    """The master weights are the weights there, and are compared as such: a byte that changed is found, and once."""
+    fsdp, out = tmp_path / "fsdp", tmp_path / "out"
+    assert convert("hf2fsdp", RUN, fsdp, "--with-optimizer", *VOCAB).code == 0
+    options = ("--format", "fsdp_dtensor", "--with-optimizer", "--dtype", "bf16")
+    source, vocab = (fsdp, ()) if command == "hf2megatron" else (RUN, VOCAB)
+    ran = convert(command, source, out, *options, *vocab)
+    assert ran.code == 0, ran.err
+    ran = convert("verify", out)
+    assert (ran.code, "equals vitruvian.json: 36 tensors" in ran.out) == (0, True), ran.err + ran.out
+    keys = ("model.module.decoder.final_layernorm.weight", f"{STATE}decoder.final_layernorm.weight.exp_avg")
+    for key, name in zip(keys, ("final_norm", "exp_avg.final_norm"), strict=True):
+        file, at = place_of(next(out.glob("iter_*")), key)
+        content = bytearray(file.read_bytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+        refused(convert("verify", out), 6, "1 of 36 tensors", f"differ from vitruvian.json: {name}")
+        content[at] ^= 1
+        file.write_bytes(content)
+
+
+def place_of(folder: Path, key: str) -> tuple[Path, int]:
+    """The file of a tensor in a DCP, and the place of a byte of it there."""
+    import torch.distributed.checkpoint as dcp
+
+    storage = dcp.FileSystemReader(folder).read_metadata().storage_data
+    info = next(info for index, info in storage.items() if index.fqn == key)
+    return folder / info.relative_path, info.offset + info.length // 2
 
 
 def test_the_table_is_the_classic_one():

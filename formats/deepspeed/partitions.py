@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from formats.deepspeed import duplicate_partitions, eight_bits, muon
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.flat_pieces import flat_piece, whole_of
-from formats.deepspeed.steps import number, steps_made
+from formats.deepspeed.steps import number, steps_by_group
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Ints, boxes
@@ -63,7 +63,7 @@ class Partition:
         ranks: how many ranks share each group, as the file records it.
         groups: the rank's part of each group, by state; None if the optimizer of the group has no such state.
         gaps: elements of padding after each parameter of each group.
-        steps: how many steps Adam has made in each group, as far as the file records them.
+        steps: how many steps Adam has made in each flat group, as far as the file records them.
         settings: the parameter groups of the optimizer, as torch has them; `params` are numbers of flat groups.
         deepspeed_groups: the same groups with the keys of DeepSpeed.
         kept: the names of the states of each parameter, without the momentum of Muon's groups.
@@ -225,7 +225,7 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
     if not all(type(n) is int and n > 0 for n in ranks) or not all(type(n) is int and n >= 0 for n in paddings):
         raise ValueError
     gaps = tuple(tuple(group) for group in optimizer.get("param_alignment_paddings") or ())
-    steps = tuple(steps_made(file, value["step"]) for value in inner if "step" in value)
+    steps = tuple(steps_by_group(file, by_group, parsed))
     if not settings:
         raise SourceError(f"{file.path} holds an optimizer without a group of parameters")
     if unknown := sorted(set(moments["state"]) - set(range(len(masters)))):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from formats.errors import SourceError, short
 from formats.model.accepted import STEPS
+from formats.optimizer import STATES
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import TensorRef
@@ -23,8 +24,37 @@ def steps_in(file: TorchFile) -> frozenset[float]:
         else None
     )
     state = inner.get("state") if isinstance(inner, Mapping) else None
-    each = [moments["step"] for moments in state.values() if "step" in moments] if isinstance(state, Mapping) else []
-    return frozenset(steps_made(file, value) for value in each if isinstance(value, int | float | TensorRef))
+    if not isinstance(inner, Mapping) or not isinstance(state, Mapping):
+        return frozenset()
+    known = {number: kept for number, kept in state.items() if isinstance(kept.get("step", 0), int | float | TensorRef)}
+    return frozenset(steps_by_group(file, known, inner.get("param_groups") or ()))
+
+
+def steps_by_group(
+    file: TorchFile, state: Mapping[Any, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]
+) -> list[float]:
+    """The number of steps of each flat group that records one.
+
+    Adam of torch and of DeepSpeed counts in the state, Apex' FusedAdam in the parameter group
+    (apex/optimizers/fused_adam.py). After a universal checkpoint was loaded, which has both, the other count stays as
+    it was then (deepspeed/runtime/base_optimizer.py `load_hp_checkpoint_state_from_checkpoint_dir`, 0.19.8): the
+    larger one is right.
+
+    Args:
+        file: the file of optimizer states.
+        state: what the optimizer keeps of each flat group, by the number of the group.
+        groups: the parameter groups, whose `params` are numbers of flat groups.
+
+    Raises:
+        SourceError: a count is no whole number, or negative.
+    """
+    of_group = {member: group["step"] for group in groups if "step" in group for member in group["params"]}
+    counts = []
+    for number, kept in state.items():
+        each = [kept["step"]] if "step" in kept else []
+        each += [of_group[number]] if number in of_group and STATES[2] in kept else []
+        counts += [max(steps_made(file, value) for value in each)] if each else []
+    return counts
 
 
 COUNTER = "global_steps"

@@ -305,7 +305,9 @@ def require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] |
 
 
 def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
-    """Return the parameter groups, and Adam's step, which DeepSpeed's own stage-3 checkpoints record nowhere else.
+    """Return the parameter groups, and Adam's step, which may be recorded nowhere else.
+
+    DeepSpeed's own checkpoints of stage 3 have it in the optimizer's state, those of Apex' FusedAdam in the groups.
 
     Raises:
         SourceError: the groups are missing or in an unknown form.
@@ -313,8 +315,10 @@ def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
     file = read_torch(tag / "zero" / "optimizer_state.pt")
     try:
         inner = file.value.get("optimizer_state_dict", {}).get("state", {})
-        step = steps_made(file, inner[0]["step"]) if inner else None
-        return tuple(map(dict, file.value["param_groups"])), step
+        groups = tuple(map(dict, file.value["param_groups"]))
+        counts = [inner[0]["step"]] if inner else [group["step"] for group in groups if "step" in group]
+        steps = {steps_made(file, count) for count in counts}
+        return groups, steps.pop() if len(steps) == 1 else None
     except DAMAGE:
         raise SourceError(f"{file.path} holds no parameter groups of an optimizer in a form that is known") from None
 

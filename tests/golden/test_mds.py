@@ -430,7 +430,7 @@ FLAGS = {
     --use-rotary-position-embeddings --rotary-position-embeddings-theta 500000 --rotary-percent 1.0
     --untie-embeddings-and-output-weights""",
     "gpt_blocked_tp2": "--num-key-value-heads 4 --normalization layernorm --no-bias-gelu-fusion",
-    "bloom_tp2": "--position-embedding-type alibi --embed-layernorm",
+    "bloom_tp2": "--no-load-optim --override-lr-scheduler --position-embedding-type alibi --embed-layernorm",
 }
 """What the command line of each model has besides `SIZES`. Its own parser makes its own arguments of them."""
 

@@ -2,7 +2,8 @@
 
 The trees themselves were asked once: in float32, with `--universal-checkpoint`, the next losses of a Llama (6acc370a,
 TP 2 to TP 2, TP 1 and PP 2) and of a GPT (4efb479d, TP 2 to TP 2, PP 2 and TP 4) are those of the training that no one
-moved, to 2e-7; where the vocabulary has padding, those of DeepSpeed's own universal checkpoint.
+moved, to 2e-7; where the vocabulary has padding, those of DeepSpeed's own universal checkpoint. Of a BLOOM so too, in
+BigScience's tree at 8387ae17: mds/README.md says how.
 """
 
 from __future__ import annotations
@@ -236,3 +237,86 @@ def test_the_schedule_of_each_tree_goes_on_at_the_sample_of_the_training(family,
     assert (schedule["max_lr"], schedule["num_steps"], progress["global_samples"]) == (0.5, 96, 96)
     assert schedule.keys() & {"lr_decay_style", "start_wd", "decay_style"} == keys
     assert progress_keys(Resumed(("exp_avg",), (group, group), 3, {}), family)["lr_scheduler"]["num_steps"] == 0
+
+
+@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", "bloom_tp2"])
+def test_weights_alone_begin_a_schedule(convert, tmp_path, name):
+    """BigScience's tree loads it with `--finetune` too (megatron/learning_rates.py `load_state_dict`)."""
+    import torch
+
+    order = ["--qkv", ORDERS[name]] if name in ORDERS else []
+    assert convert("hf2mds", HERE / name, tmp_path / "run", *order).code == 0
+    state = torch.load(tmp_path / "run/global_step3/mp_rank_00_model_states.pt", weights_only=False)
+    schedule = state.get("lr_scheduler")
+    assert (schedule is not None) is (name == "bloom_tp2")
+    if schedule is not None:
+        assert schedule.keys() == {"max_lr", "min_lr", "warmup_steps", "decay_steps", "decay_style", "num_steps"}
+        assert schedule["num_steps"] == 0
+
+
+# --- a training with Apex' FusedAdam ---------------------------------------------------------------------------------
+
+APEX = HERE / "bloom_apex_tp2"
+
+
+def universal_files(run: Path) -> dict[Path, bytes]:
+    """What a universal checkpoint holds of each parameter, by path."""
+    return {path.relative_to(run): path.read_bytes() for path in run.glob("global_step3/zero/*/*.pt")}
+
+
+def test_a_run_of_the_trees_own_script(convert, tmp_path):
+    """Nothing has to be accepted of what training.py adds to the arguments; the step is in the groups."""
+    import torch
+
+    states = torch.load(APEX / "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)
+    adam = states["optimizer_state_dict"]["base_optimizer_state"]
+    assert [group["step"] for group in adam["param_groups"]] == [3, 3, 3]
+    assert not any("step" in state for state in adam["state"].values())
+    assert "fp32, exp_avg, exp_avg_sq, step 3" in convert("inspect", APEX).out
+    first, fsdp, second = (tmp_path / name for name in ("first", "fsdp", "second"))
+    assert convert("hf2mds", APEX, first, "--with-optimizer").code == 0
+    assert convert("hf2fsdp", APEX, fsdp, "--with-optimizer").code == 0
+    assert convert("hf2mds", fsdp, second, "--with-optimizer").code == 0
+    assert universal_files(first) == universal_files(second) != {}
+    groups = torch.load(second / "global_step3" / GROUPS, weights_only=False)["param_groups"]
+    assert [group["step"] for group in groups] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("state", "group"), [(2.0, 3), (3.0, 2), (3.0, 0)])
+def test_a_training_that_resumed_counts_in_one_of_two_places(convert, tmp_path, state, group):
+    """The loader of universal checkpoints fills both, of which the optimizer knows one."""
+    import torch
+
+    run = shutil.copytree(APEX, tmp_path / "run")
+    for path in run.glob("global_step3/*optim_states.pt"):
+        value = torch.load(path, weights_only=False)
+        adam = value["optimizer_state_dict"]["base_optimizer_state"]
+        for each in adam["state"].values():
+            each["step"] = torch.tensor(state)
+        for each in adam["param_groups"]:
+            each["step"] = group
+        torch.save(value, path)
+    assert convert("zero2hf", run, tmp_path / "hub", "--weights", "fp32-master").code == 0
+    for source, out in ((run, tmp_path / "ours"), (APEX, tmp_path / "same")):
+        assert convert("hf2mds", source, out, "--with-optimizer").code == 0
+    assert universal_files(tmp_path / "ours") == universal_files(tmp_path / "same") != {}
+
+
+def test_arguments_that_scripts_add(convert, tmp_path):
+    """Of a curriculum, of weighted data, of a schedule, and deepspeedai's (megatron/training.py, pretrain_gpt.py)."""
+    import torch
+
+    run = shutil.copytree(APEX, tmp_path / "run")
+    added = {
+        "curriculum_scheduler": torch.nn.Identity(), "curriculum_seqlen": 16, "data_prefixes": ["a", "b"],
+        "data_weights": [1.0, 2.0], "valid_weighted_split_names": [["a"]], "valid_weighted_split_splits": [["0:1"]],
+        "valid_weighted_split_weights": [["1"]], "deepspeed_config_dict": {"train_batch_size": 4},
+        "actual_seq_length": 16, "logger_iteration": 1, "random_ltd_layer_num": 1, "random_ltd_reserved_length": 8,
+        "data_efficiency_curriculum_learning_numel": 64, "teacher_forward": True,
+        "override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True, "eval_only": True,
+        "data_efficiency_curriculum_learning_seqlen_type": "seqlen_reshape",
+    }  # fmt: skip
+    for path in run.glob("global_step3/mp_rank*"):
+        changed(path.name, lambda value: vars(value["args"]).update(added))(run / "global_step3")
+    ran = convert("zero2hf", run, tmp_path / "out")
+    assert ran.code == 0, ran.err

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.dcp_tools import refused
 from tests.golden.test_mds import CASES, HERE, enums, logits
-from tests.golden.test_mds_optim import STATES, changed
+from tests.golden.test_mds_optim import APEX, STATES, changed, universal_files
 from tests.golden.test_universal import loaded, theirs
 
 __all__ = ["enums"]
@@ -103,6 +103,16 @@ def test_deepspeed_gives_another_size_the_rows_of_others(convert, tmp_path, univ
         first, second = (loaded(folder, "fp32", (72 // ranks, 24), 0, ranks) for folder in folders)
         assert first.equal(second) is (ranks == 2), ranks
         assert first.flatten().sort().values.equal(second.flatten().sort().values), "in other places"
+
+
+def test_apex_counts_in_the_groups_alone(convert, tmp_path, universal):
+    """DeepSpeed's script writes no step.pt then; what is written has one, as from the partitions."""
+    run = universal(APEX.name)
+    assert not list(run.rglob("step.pt"))
+    assert "exp_avg, exp_avg_sq, step 3" in convert("inspect", run).out
+    for source, out in ((run, tmp_path / "ours"), (APEX, tmp_path / "same")):
+        assert convert("hf2mds", source, out, "--with-optimizer", "--iteration", 3).code == 0
+    assert universal_files(tmp_path / "ours") == universal_files(tmp_path / "same") != {}
 
 
 def test_a_vocabulary_of_the_user(convert, tmp_path, universal):

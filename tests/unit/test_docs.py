@@ -31,6 +31,7 @@ OF_OTHERS = {
     "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
     "--dataset",  # ControlLLM
     "--deepspeed", "--finetune", "--load", "--universal-checkpoint", "--vocab-file",  # Megatron-DeepSpeed
+    "--override-lr-scheduler",  # BigScience's
 }  # fmt: skip
 
 

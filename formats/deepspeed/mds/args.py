@@ -22,31 +22,39 @@ NO_EXPERTS = (None, 1, [1])
 BASE = 10000
 """The base of rotary embeddings in trees without an argument for it. In others the argument is an integer."""
 OF_RUN = """
-abort_on_unmet_fused_kernel_constraints aml_data_download_path attn_mask checkpoint_in_cpu checkpoint_num_layers
-codecarbon_dir consumed_train_tokens contigious_checkpointing cpu_optimizer cpu_torch_adam create_moe_param_group
-curriculum_learning curriculum_learning_legacy data_efficiency_curriculum_learning deepscale deepscale_config deepspeed
-deepspeed_activation_checkpointing deepspeed_config disable_mem_efficient_ln distribute_checkpointed_activations
-ds_fused_adam ds_inference ds_pipeline_enabled ds_sequence_parallel_fpdt_chunk_size ds_sequence_parallel_size
-embedding_weights_in_fp32 enable_expert_tensor_parallelism enable_zbh1_exact_semantics enable_zbh1_pipeline
-expert_interval force_ds_sequence_parallel hidden_size_teacher img_dim inference kd kd_alpha_ce kd_beta_ce kd_temp
+abort_on_unmet_fused_kernel_constraints actual_seq_length aml_data_download_path attn_mask checkpoint_in_cpu
+checkpoint_num_layers codecarbon_dir consumed_train_tokens contigious_checkpointing cpu_optimizer cpu_torch_adam
+create_moe_param_group curriculum_learning curriculum_learning_legacy curriculum_scheduler curriculum_seqlen
+data_efficiency_curriculum_learning data_efficiency_curriculum_learning_numel
+data_efficiency_curriculum_learning_seqlen_type data_prefixes data_weights deepscale deepscale_config deepspeed
+deepspeed_activation_checkpointing deepspeed_config deepspeed_config_dict deepspeed_configuration deepspeed_dataloader
+disable_mem_efficient_ln distribute_checkpointed_activations ds_fused_adam ds_inference ds_pipeline_enabled
+ds_sequence_parallel_fpdt_chunk_size ds_sequence_parallel_size embedding_weights_in_fp32
+enable_expert_tensor_parallelism enable_zbh1_exact_semantics enable_zbh1_pipeline eval_only expert_interval
+force_ds_sequence_parallel gigaflos_no_embeds hidden_size_teacher img_dim inference kd kd_alpha_ce kd_beta_ce kd_temp
 kill_switch_file kill_switch_path load_iteration load_tag load_teacher log_level log_level_replica
-log_optimizer_states_to_tensorboard log_path loss_on_targets_only lr_decay_tokens lr_warmup_tokens mask_user_turn
-mean_noise_span_length mem_efficient_ln moe_eval_capacity_factor moe_expert_parallel_size moe_loss_coeff
+log_optimizer_states_to_tensorboard log_path logger_iteration loss_on_targets_only lr_decay_tokens lr_warmup_tokens
+mask_user_turn mean_noise_span_length mem_efficient_ln moe_eval_capacity_factor moe_expert_parallel_size moe_loss_coeff
 moe_min_capacity moe_top2_2nd_expert_sampling moe_train_capacity_factor mos multiple_valid_sets no_load_lr_state
-no_pipeline_parallel noise_density num_attention_heads_teacher num_experts_teacher num_layers_teacher pad_vocab_size_to
-partition_activations pp_partition_method pretrain_causal_attention profile_backward profile_steps random_ltd
+no_pipeline_parallel noise_density num_attention_heads_teacher num_experts_teacher num_layers_teacher
+override_lr_scheduler pad_vocab_size_to parameters_in_billions_no_embedding partition_activations pp_partition_method
+pretrain_causal_attention profile_backward profile_steps random_ltd random_ltd_layer_num random_ltd_reserved_length
 remote_device repeated_dataloader reset_iteration return_data_index reweight_loss_based_on_position_frequency
 rotary_pos_emb scattered_embeddings skip_train_iteration_range split_transformers sync_tp_duplicated_parameters
-synchronize_each_layer test_weighted_split_paths test_weighted_split_paths_path tile_factor tokenizer_name_or_path topk
-train_data_exact_num_epochs train_desc_path train_doc_idx_path train_idx_path train_sample_idx_path
-train_shuffle_idx_path train_tokens train_weighted_split_paths train_weighted_split_paths_path universal_checkpoint
-use_contiguous_buffers_in_ddp use_dataset_only use_flash_attn_builder use_flash_attn_triton use_flash_attn_v1
-use_flash_attn_v2 use_pin_memory use_tutel valid_num_workers valid_weighted_split_paths valid_weighted_split_paths_path
+synchronize_each_layer teacher_forward test_weighted_split_names test_weighted_split_paths
+test_weighted_split_paths_path test_weighted_split_splits test_weighted_split_weights tile_factor tokenizer_name_or_path
+topk train_data_exact_num_epochs train_desc_path train_doc_idx_path train_idx_path train_sample_idx_path
+train_shuffle_idx_path train_tokens train_weighted_split_names train_weighted_split_paths
+train_weighted_split_paths_path train_weighted_split_splits train_weighted_split_weights universal_checkpoint
+use_checkpoint_lr_scheduler use_contiguous_buffers_in_ddp use_dataset_only use_flash_attn_builder use_flash_attn_triton
+use_flash_attn_v1 use_flash_attn_v2 use_pin_memory use_tutel valid_num_workers valid_weighted_split_names
+valid_weighted_split_paths valid_weighted_split_paths_path valid_weighted_split_splits valid_weighted_split_weights
 wandb_api_key wandb_id wandb_logger wandb_resume wandb_run_name zero_allgather_bucket_size zero_contigious_gradients
 zero_reduce_bucket_size zero_reduce_scatter zero_stage
 """
 RUN = frozenset(OF_RUN.split())
-"""Arguments that Megatron-LM lacks and that change neither layout nor computation. `compression_training`,
+"""Arguments that Megatron-LM lacks and that change neither layout nor computation, those that a training adds to its
+own (megatron/training.py, pretrain_gpt.py) among them. `compression_training`,
 `num_experts_switch` and `memory_centric_tiled_linear` may: they are not listed, and refused unless they are off."""
 ALIKE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings",
@@ -185,12 +193,16 @@ SWITCHES = {
 """Argument: the value that a switch gives it, and the switch."""
 
 
-FRESH = ("--finetune",)
-"""Options with which a training begins with the weights alone."""
-RESUMES = ("--universal-checkpoint", "--no-load-rng")
-"""Options with which a training resumes; and, by the number of the first layer, the option with which the schedule of
-the command line replaces that of the checkpoint."""
 SCHEDULED = {FIRST_LAYER: "--override-opt_param-scheduler", OF_BIGSCIENCE: "--override-lr-scheduler"}
+"""By the number of the first layer: the option with which the schedule of the command line replaces that of the
+checkpoint."""
+FRESH = {
+    FIRST_LAYER: ("--finetune",), OF_BIGSCIENCE: ("--finetune", "--no-load-optim", SCHEDULED[OF_BIGSCIENCE]),
+}  # fmt: skip
+"""Options with which a training begins with the weights alone. With `--finetune` BigScience's tree loads optimizer and
+schedule too (megatron/checkpointing.py `load_checkpoint`)."""
+RESUMES = ("--universal-checkpoint", "--no-load-rng")
+"""Options with which a training resumes, and that of SCHEDULED."""
 
 
 def flags(args: Mapping[str, Any], *, resumes: bool) -> str:
@@ -200,8 +212,8 @@ def flags(args: Mapping[str, Any], *, resumes: bool) -> str:
     with `--finetune` the arguments of checkpoint and command line are not compared.
     """
     values = VALUES | (ROTARY if args.get("use_rotary_position_embeddings") else {})
-    scheduled = SCHEDULED[OF_BIGSCIENCE if bloom.holds(args) else FIRST_LAYER]
-    lines = ["--deepspeed", *((*RESUMES, scheduled) if resumes else FRESH)]
+    tree = OF_BIGSCIENCE if bloom.holds(args) else FIRST_LAYER
+    lines = ["--deepspeed", *((*RESUMES, SCHEDULED[tree]) if resumes else FRESH[tree])]
     lines += [f"{option} {args[name]}" for name, option in values.items() if name in args]
     lines += ["--position-embedding-type alibi"] if bloom.holds(args) else []
     lines += [option for name, (value, option) in SWITCHES.items() if args.get(name) is value]

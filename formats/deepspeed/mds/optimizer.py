@@ -57,19 +57,28 @@ class Resumed(NamedTuple):
 
 def progress_keys(resumed: Resumed, family: str) -> dict[str, Any]:
     """Return the keys of a model file for the progress of a training; an unknown schedule becomes a constant rate."""
-    rate = resumed.groups[0].lr
+    group, samples = resumed.groups[0], resumed.progress.get(SAMPLES) or 0
     progress = {name: resumed.progress[name] for name in OF_FILE if resumed.progress.get(name) is not None}
     progress |= {"global_samples": resumed.progress[SAMPLES]} if SAMPLES in resumed.progress else {}
-    schedule = {"max_lr": rate, "min_lr": 0.0, "num_steps": resumed.progress.get(SAMPLES) or 0}
+    return {SCHEDULER: constant_rate(family, group.lr, group.weight_decay, samples), **progress}
+
+
+def constant_rate(family: str, rate: float, decay: float, samples: int) -> dict[str, Any]:
+    """Return the state of the schedule of the family's tree, at a constant learning rate."""
+    schedule = {"max_lr": rate, "min_lr": 0.0, "num_steps": samples}
     if FAMILIES[family] == OF_BIGSCIENCE:
-        return {SCHEDULER: {**schedule, "warmup_steps": 0, "decay_steps": 1, "decay_style": "constant"}, **progress}
-    decay = resumed.groups[0].weight_decay
-    schedule |= {
+        return {**schedule, "warmup_steps": 0, "decay_steps": 1, "decay_style": "constant"}
+    return {
+        **schedule,
         "lr_warmup_steps": 0, "lr_warmup_tokens": None, "lr_decay_steps": 1, "lr_decay_tokens": None,
         "lr_decay_style": "constant", "start_wd": decay, "end_wd": decay, "wd_incr_steps": 0,
         "wd_incr_style": "constant",
     }  # fmt: skip
-    return {SCHEDULER: schedule, **progress}
+
+
+def begun(family: str) -> dict[str, Any]:
+    """Return the keys of a model file of weights alone, of which BigScience's tree loads the schedule all the same."""
+    return {SCHEDULER: constant_rate(family, 0.0, 0.0, 0)} if FAMILIES[family] == OF_BIGSCIENCE else {}
 
 
 def skipped(resumed: Resumed, iteration: int) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from blake3 import blake3
 
-from converters.assets.trusted import is_read_with_model
 from converters.common.atomic import write_file
 from formats.checkpoint import MANIFEST, Checkpoint, OutputFile
 from formats.disk.json_file import read_json
@@ -91,36 +90,15 @@ def changed_files(home: Path) -> list[str] | None:
     Raises:
         SourceError: the file is no manifest.
     """
-    remembered = _recorded_files(home)
-    if remembered is None:
-        return None
-    digests = small_digests(home, remembered)
-    return [
-        name for name in digests if digests[name] != remembered[name] and (digests[name] or not name.startswith("../"))
-    ]
-
-
-def changed_state(home: Path) -> list[str]:
-    """The present small files with the state of a training that differ from a folder's manifest, if there is one.
-
-    Files that are read with a model, such as a tokenizer, may be changed by the user.
-
-    Raises:
-        SourceError: the file is no manifest.
-    """
-    remembered = (_recorded_files(home) if (home / MANIFEST).is_file() else None) or {}
-    names = [name for name in remembered if not name.startswith("../") and not is_read_with_model(PurePath(name).name)]
-    return [name for name, digest in small_digests(home, names).items() if digest not in ("", remembered[name])]
-
-
-def _recorded_files(home: Path) -> dict[str, str] | None:
-    """The digest of each small file in a folder's manifest, None if it records no small files."""
     remembered = read_json(home / MANIFEST).get("files")
     if remembered is None:
         return None
     if not isinstance(remembered, dict) or not all(isinstance(digest, str) for digest in remembered.values()):
         raise SourceError(f"{home / MANIFEST} is not a manifest of vitruvian")
-    return remembered
+    digests = small_digests(home, remembered)
+    return [
+        name for name in digests if digests[name] != remembered[name] and (digests[name] or not name.startswith("../"))
+    ]
 
 
 def record_files(home: Path, names: Iterable[str]) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.common.manifest import changed_state, check_manifest, dumped, read_manifest, remembered_states, total
+from converters.assets.trusted import is_read_with_model
+from converters.common.manifest import changed_files, check_manifest, dumped, read_manifest, remembered_states, total
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
 from formats.errors import VerificationError, count, some
@@ -69,11 +70,22 @@ def check_manifests(plan: Plan) -> None:
     moved = any(job.state for job in plan.jobs)
     for source in plan.sources:
         check_manifest(source)
-        if moved and (changed := changed_state(source.home)):
+        if moved and (changed := _changed_state(source.home)):
             raise VerificationError(
                 f"{some(changed, 5)} of {source.root} {'is' if len(changed) == 1 else 'are'} not what {MANIFEST} says",
                 f"copy it again; or, if that is meant, remove {source.home / MANIFEST}",
             )
+
+
+def _changed_state(home: Path) -> list[str]:
+    """The small files with the state of a training that differ from a folder's manifest, if there is one.
+
+    Files that are read with a model, such as a tokenizer, may be changed by the user, those of the run above the folder
+    by its next save, and any may be absent.
+    """
+    changed = (changed_files(home) if (home / MANIFEST).is_file() else None) or ()
+    inside = [name for name in changed if not name.startswith("../") and (home / name).is_file()]
+    return [name for name in inside if not is_read_with_model((home / name).name)]
 
 
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:

@@ -70,7 +70,8 @@ def pieces_of(
     box = box or tuple((0, n) for n in job.shape)
     readings = [Reading(read, copy, files, buffers, box) for read, copy in zip(job.reads, copies, strict=True)]
     combined = combination(job, readings) if job.terms else None
-    widest = max(DTYPES[dtype] for dtype in (job.dtype, *(read.source_dtype for read in job.reads)))
+    sums = ["F64"] if job.terms else []
+    widest = max(DTYPES[dtype] for dtype in (job.dtype, *(read.source_dtype for read in job.reads), *sums))
     for at, shape in tiles(tuple(stop - start for start, stop in box), buffers.tile.nbytes // widest):
         start = tuple(low + offset for (low, _), offset in zip(box, at, strict=True))
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: prod(shape)]

@@ -336,6 +336,23 @@ def test_parts_and_memory_give_the_same_bytes(three, convert, tmp_path):
     assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
+def test_sums_are_in_the_memory_too(model, convert, tmp_path):
+    """They are four times as large as what is read of bfloat16: a tile is as small as they need."""
+    import tracemalloc
+
+    source = model(MODEL, "bfloat16", vocab_size=65536)
+    argv = ("average", source, shutil.copytree(source, tmp_path / "copy"), tmp_path / "out", "-j1", "--memory", "16MiB")
+    assert convert(*argv, "-n").code == 0, "what is imported and planned once is no part of it"
+    tracemalloc.start()
+    try:
+        ran = convert(*argv)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert ran.code == 0, ran.err
+    assert peak < 50 << 20
+
+
 def test_masters_of_a_real_training(convert, tmp_path):
     """GPT-NeoX's, twice: their mean is what `--weights fp32-master` takes of each."""
     run = Path(__file__).parents[1] / "golden/neox/llama-bf16-optimizer-tp2"

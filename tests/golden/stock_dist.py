@@ -330,6 +330,7 @@ def do(job: dict[str, Any]) -> None:
 
 def run(jobs: Path, rank: int) -> int:
     """All entries, on one rank."""
+    faulthandler.enable()
     faulthandler.dump_traceback_later(240.0, exit=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     store = f"file://{jobs}.meeting"
@@ -359,7 +360,8 @@ def main() -> int:
                     sys.excepthook(*sys.exc_info())
             sys.stdout.flush()
             os._exit(code)
-    codes = [os.waitpid(child, 0)[1] for child in children]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print("exit statuses of the ranks:", *codes)
     return int(any(codes))
 
 

@@ -5,9 +5,11 @@ Written for it is what megatron-core 0.16.1 loads too (test_megatron_dist.py, te
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,10 +64,20 @@ def stock(jobs: list[dict[str, Any]], path: Path, seconds: int = 280, script: Pa
     assert STOCK, "VITRUVIAN_STOCK names no Python of stock Megatron: make test-stock"
     path.write_text(json.dumps(jobs))
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    command = [STOCK, "-W", "ignore", str(script), str(path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
-    return ran.stdout
+    env["GLOO_SOCKET_IFNAME"] = "lo"
+    command, printed = [STOCK, "-W", "ignore", str(script), str(path)], path.with_suffix(".log")
+    with printed.open("w") as log:  # a pipe would stay open for as long as any process that a rank forked
+        started = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        try:
+            code: int | None = started.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+    text = printed.read_text(errors="replace")
+    assert code == 0, f"exit status {code} (None: not done within {seconds} s)\n{text[-6000:]}"
+    return text
 
 
 def hugging_face_logits(folder: Path, ids: Any) -> Any:

@@ -209,6 +209,17 @@ def _of_transformers(answer: Mapping[str, Any], config: dict[str, Any], *, known
         ),
         *(Finding(key, f"{key} is missing") for key in answer.get("missing", ())),
         *(Finding(key, f"{key} is no tensor of the model") for key in unknown),
+        *doubled(answer),
+    ]
+
+
+def doubled(answer: Mapping[str, Any]) -> list[Finding]:
+    """The tensors that a checkpoint has under two names, of which transformers loads one, in its report."""
+    first: dict[str, str] = {}
+    return [
+        Finding(key, f"{first[target]} and {key} are both loaded as {target}")
+        for key, target in answer.get("renamed", ())
+        if first.setdefault(target, key) != key
     ]
 
 

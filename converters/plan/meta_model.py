@@ -10,6 +10,8 @@ import importlib.util
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         request: `config`, a config.json; and `shapes`, by the names of the tensors.
 
     Returns:
-        `missing` and `unexpected` names, `mismatched` with the shape that is there and that of the model, and `errors`,
-        beside what `trace_model` returns, or the error in it as `unnamed`; `errors` alone where config and weights
-        make no model; or `why` transformers has no answer.
+        `missing` and `unexpected` names, `mismatched` with the shape that is there and that of the model, `renamed`:
+        name and name in the model of each tensor that is loaded as it is, and `errors`, beside what `trace_model`
+        returns, or the error in it as `unnamed`; `errors` alone where config and weights make no model; or `why`
+        transformers has no answer.
     """
     try:
         import torch
@@ -54,14 +57,15 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
             key: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
             for key, shape in request["shapes"].items()
         }
-        made, loading = model.from_pretrained(
-            None,
-            config=parsed,
-            state_dict=state,
-            device_map={"": "meta"},
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with _recorded() as renamed:
+            made, loading = model.from_pretrained(
+                None,
+                config=parsed,
+                state_dict=state,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # noqa: BLE001  # whatever a model's own code raises: it cannot be asked
         if CONVERSION in str(error):
             return {"errors": [_line(error)]}
@@ -72,9 +76,36 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         "missing": sorted(set(loading["missing_keys"]) - mismatched_keys),
         "unexpected": sorted(set(loading["unexpected_keys"]) - mismatched_keys),
         "mismatched": sorted(mismatched),
+        "renamed": renamed,
         "errors": list(map(str, loading["error_msgs"])),
         **_tensor_origins(made, request["shapes"]),
     }
+
+
+@contextmanager
+def _recorded() -> Iterator[list[tuple[str, str]]]:
+    """Record the tensors that transformers loads as they are: the name of each, and its name in the model.
+
+    Of transformers 5 (`convert_and_load_state_dict_in_model` in core_model_loading.py, 5.23.0); none of earlier ones.
+    """
+    renamed: list[tuple[str, str]] = []
+    try:
+        from transformers.core_model_loading import WeightRenaming
+    except ImportError:
+        yield renamed
+        return
+    renaming: Any = WeightRenaming
+    add = renaming.add_tensor
+
+    def recorded(self: Any, target_key: str, source_key: str, *args: Any, **kwargs: Any) -> Any:
+        renamed.append((source_key, target_key))
+        return add(self, target_key, source_key, *args, **kwargs)
+
+    renaming.add_tensor = recorded
+    try:
+        yield renamed
+    finally:
+        renaming.add_tensor = add
 
 
 def _usual(config_class: type) -> Any:

@@ -197,7 +197,7 @@ def _transformers_names(source: Checkpoint, config: Mapping[str, Any]) -> Transf
     if not isinstance(spec, Verbatim) or source.settings.verbatim or config.get("quantization_config"):
         return None
     answer = agreement.ask_transformers(config, spec.shapes)
-    if "memory" not in answer:
+    if "memory" not in answer or agreement.doubled(answer):  # which `agreement.notes` refuses
         return None
     shapes = {name: tuple(shape) for name, shape in answer["memory"].items()}
     return TransformersNames(spec, shapes, answer["hub"], answer["tied"])

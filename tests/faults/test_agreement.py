@@ -422,6 +422,17 @@ def test_what_is_left_over(plain, convert, tmp_path):
     assert convert(*argv, "--allow-missing", "probe.*").code == 0
 
 
+@pytest.mark.parametrize(("kind", "prefix"), [("llava", "language_model.model."), ("gpt_bigcode", ""), ("mamba", "")])
+def test_a_tensor_under_two_names(plain, convert, tmp_path, kind, prefix):
+    """transformers takes an older name too, and one without the model's prefix, and loads one if a file has both."""
+    base, state = plain(kind)
+    name = next(key for key in state if key.startswith(KINDS[kind]) and ("norm" in key or "ln" in key))
+    second = prefix + name.removeprefix(KINDS[kind])
+    folder = save(tmp_path / "c", {"model": {**state, second: state[name] + 1}})
+    argv = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b"), "-q")
+    refused(convert(*argv), 3, f"are both loaded as {name}", "--allow-missing")
+
+
 def test_a_shared_head_that_is_cut(plain, convert, tmp_path, alone):
     """The base has no head, as it is the embedding; that of the checkpoint has fewer rows."""
     base, state = plain("gpt_bigcode")

@@ -56,12 +56,14 @@ class TransformersNames(NamedTuple):
         memory: the shapes of its tensors in memory.
         hub: shape and pieces of each tensor of its files.
         tied: copy in memory: the tensor that it is a copy of.
+        renamed: name of a tensor of the checkpoint, of one that is loaded as it is: its name in memory.
     """
 
     spec: Verbatim
     memory: dict[str, tuple[int, ...]]
     hub: Mapping[str, Mapping[str, Any]]
     tied: Mapping[str, str]
+    renamed: Mapping[str, str]
 
 
 def has_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> bool:
@@ -87,14 +89,18 @@ def with_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Check
     moves = {name: list(_pieces(source, name, entry)) for name, entry in hub.items()}
     rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
     written = {move.name for some in moves.values() for move in some} | rest.keys()
-    named_as_copies = {entry: copy for copy, entry in answer.tied.items() if copy in rest and entry not in written}
-    moves |= {copy: [_whole(copy, rest.pop(copy))._replace(name=entry)] for entry, copy in named_as_copies.items()}
-    written = written - {*named_as_copies.values()} | named_as_copies.keys()
+    stored = {
+        name: answer.tied[inner] for name, inner in answer.renamed.items() if name in rest and inner in answer.tied
+    }
+    named_as_copies = {entry: name for name, entry in stored.items() if entry not in written}
+    moves |= {name: [_whole(name, rest.pop(name))._replace(name=entry)] for name, entry in stored.items()}
+    written = written - stored.keys() | named_as_copies.keys()
     copies = {copy: entry for copy, entry in answer.tied.items() if entry in written and copy not in written}
     for some in moves.values():
         some += [move._replace(name=copy) for copy, entry in copies.items() for move in some if move.name == entry]
     shapes = {name: shape for name, shape in (memory | rest).items() if name in written or name in copies}
-    return _renamed(source, spec, config, Names(shapes, moves), "its name in memory")
+    compared = tuple(name for name in stored if name not in named_as_copies.values())
+    return _renamed(source, spec, config, Names(shapes, moves, compared), "its name in memory")
 
 
 def with_names_in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
@@ -200,7 +206,7 @@ def _transformers_names(source: Checkpoint, config: Mapping[str, Any]) -> Transf
     if "memory" not in answer or agreement.doubled(answer):  # which `agreement.notes` refuses
         return None
     shapes = {name: tuple(shape) for name, shape in answer["memory"].items()}
-    return TransformersNames(spec, shapes, answer["hub"], answer["tied"])
+    return TransformersNames(spec, shapes, answer["hub"], answer["tied"], dict(answer["renamed"]))
 
 
 def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator[Move]:
@@ -254,8 +260,9 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     (old,) = placed.slot.rule.pattern.tensors
     whole = _whole(old, spec.shapes[old])
     copy = placed.slot.replica
-    number = names.copies.index(old) + 1 if old in names.copies else 0  # so that its copies have different numbers
-    copy = copy._replace(shared=copy.shared or number > 0, number=copy.number * (len(names.copies) + 1) + number)
+    copies = [*spec.copies, *names.copies]  # each of which has a number of its own
+    number = copies.index(old) if old in names.copies else 0
+    copy = copy._replace(shared=copy.shared or old in names.copies, number=copy.number * (len(copies) + 1) + number)
     part = Cut(whole.box) if placed.part is None else placed.part
     for move in names.moves.get(old, (whole,)):
         if move.name in new.copies:

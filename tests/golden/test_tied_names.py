@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file, save_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.fuzz.architectures import build, quiet
 from tests.models import files
 
 NAMES = ["llama-tied", "qwen2-tied", "gpt2", "falcon", "lfm2", "bloom"]
@@ -88,6 +89,32 @@ def test_the_head_is_the_embedding_in_memory_without_a_table(convert, tmp_path, 
     assert torch.equal(logits(tied), logits(made))
     assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "out", "--config", folder).code == 0
     assert torch.equal(logits(loaded(tmp_path / "out")), logits(made))
+
+
+@pytest.mark.parametrize("kind", ["llava", "idefics3", "vipllava"])
+def test_a_head_beside_the_embedding_that_a_model_of_images_ties(convert, tmp_path, kind):
+    """In its files the head has another name than in memory; it has to be the embedding, or is kept by tied=false."""
+    folder = tmp_path / "hf"
+    with quiet():
+        made = build(kind, 1)
+        made.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    embedding = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    head = next((name for name in weights if name.endswith("lm_head.weight")), "lm_head.weight")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **TIED}))
+    for differs in (0, 1):
+        save_file(weights | {head: weights[embedding] + differs}, folder / "model.safetensors", {"format": "pt"})
+        with quiet():
+            state = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        ran = convert("hf2fsdp", folder, tmp_path / f"tied{differs}")
+        assert ran.code == (6 if differs else 0), ran.err
+        assert not differs or f"the output head should share {embedding}" in ran.err
+        assert convert("hf2fsdp", folder, tmp_path / f"untied{differs}", "--set", "tied=false").code == 0
+        for out in (f"tied{differs}", f"untied{differs}")[differs:]:
+            filled = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            dcp.load({"model": filled}, checkpoint_id=tmp_path / out, no_dist=True)
+            assert all(torch.equal(filled[name], tensor) for name, tensor in state.items()), out
 
 
 @pytest.mark.parametrize("named", ["neither", "not tied"])

@@ -6,21 +6,18 @@ and on disk. So OUT is complete or absent, and the same command resumes a killed
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.assets import files as assets
 from converters.assets.replaceable import foreign
-from converters.assets.trusted import is_read_with_model
 from converters.common.atomic import put_in_place, stoppable, sync_path
 from converters.common.disk_space import require_space
-from converters.common.manifest import bare_digests, small_digests
 from converters.common.progress import Progress
 from converters.common.stripes import stripe
 from converters.move import scratch
@@ -55,8 +52,6 @@ if TYPE_CHECKING:
 
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 """Suffixes that no folder of a checkpoint has."""
-STATE_FILE = ".pt"
-"""The suffix of small files that hold the state of a training."""
 CHANGED = "a file of the source, or an attribute of it, was changed since"
 ANEW = "what was written is deleted, the same command starts over"
 
@@ -113,7 +108,7 @@ def run(
                 _execute(plan.jobs, request, journal, files, stopped, drifted, workers=workers)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
                 finish_files(target.files, files, request.limits.threads)  # its open files are not on disk yet
-                files.descriptors.written(finish_small(plan, target, request, journal.digests))
+                files.descriptors.written(finish_small(plan, target, request, journal.digests, request.root))
                 if stopped():
                     raise Interrupted("stopped by a signal", "run the same command again to resume")
                 if request.verify:
@@ -261,25 +256,17 @@ def make_files(files: Iterable[OutputFile], request: Request) -> None:
             handle.truncate(file.size)  # changes nothing in a file that other shares have begun
 
 
-def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str]) -> list[Path]:
-    """Write the small files into the staging folder. Returns their paths; they are not forced to disk yet."""
+def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str], weights: Path) -> list[Path]:
+    """Write the small files into the staging folder. Returns their paths; they are not forced to disk yet.
+
+    `weights` is the folder of the output in which its weight files can be read.
+    """
     digest.check_source(plan, digests)
     written = assets.write(request.root, target.texts, target.copies)
     if plan.plan_of_output is None or plan.remembered:
-        small = sorted(name for name in {*target.texts, *target.copies} if _is_remembered(PurePath(name), target))
-        home = request.root / target.home
-        small_sums = small_digests(home, [os.path.relpath(f"/{name}", f"/{target.home}") for name in small])
-        small_sums |= bare_digests(home, target.files)
-        written += assets.write(home, {MANIFEST: digest.manifest(plan, digests, small_sums)}, {})
+        manifest = digest.manifest(plan, target, digests, request.root, weights)
+        written += assets.write(request.root / target.home, {MANIFEST: manifest}, {})
     return written
-
-
-def _is_remembered(name: PurePath, target: Target) -> bool:
-    """Whether a manifest records a small file: one that is read with a model, or that holds the state of a training.
-
-    Trackers beside the folder of the manifest are written again by a training that resumes.
-    """
-    return is_read_with_model(name.name) or (name.suffix == STATE_FILE and name.is_relative_to(target.home))
 
 
 def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = ()) -> None:

@@ -41,6 +41,7 @@ class Settings:
         only: the part of the model that is read: `text`, the language model of a multimodal model.
         adapter: for a training with an adapter: `only` reads the adapter; `merged` reads the base, into which the
             adapter is merged.
+        without_buffers: read a checkpoint of a kind that never holds buffers, for a comparison with its manifest.
     """
 
     vocab_size: int | None = None
@@ -56,6 +57,7 @@ class Settings:
     drop: tuple[str, ...] = ()
     adapter: str | None = None
     only: str | None = None
+    without_buffers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class Checkpoint:
     twins: tuple[Placed, ...] = ()
     notes: tuple[str, ...] = ()
     proof: Checkpoint | None = None
-    without: Collection[str] = ()
+    without: frozenset[str] = frozenset()
     settings: Settings = field(default_factory=Settings)
     config: Mapping[str, Any] | None = None
     run_config: Mapping[str, Any] = field(default_factory=dict)

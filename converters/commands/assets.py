@@ -130,7 +130,7 @@ def publish(out: Path, work: Work) -> None:
     """Move the files to their places, each in one step, and record them in the manifest."""
     from converters.assets.files import files
     from converters.assets.trusted import is_read_with_model
-    from converters.common.manifest import record_files
+    from converters.prove.digest import record_files
 
     for name, path in work.staged.items():
         (out / name).parent.mkdir(exist_ok=True)

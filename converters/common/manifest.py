@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from blake3 import blake3
 
-from converters.common.atomic import write_file
 from formats.checkpoint import MANIFEST, Checkpoint, OutputFile
 from formats.disk.json_file import read_json
+from formats.disk.threads import Threads
 from formats.errors import SourceError, VerificationError, short
 from formats.families import family_named
 from formats.model.spec import ModelSpec, Verbatim
+from formats.torch_files.saves import THREADS, entry_of
 
 LARGEST = 64 << 20
 """Most bytes of a small file that is hashed."""
@@ -64,6 +65,31 @@ def small_digests(home: Path, names: Iterable[str]) -> dict[str, str]:
     }
 
 
+def archive_sums(home: Path, names: Iterable[str]) -> dict[str, str]:
+    """Size and CRC-32 of each file of torch.save (`formats.torch_files.saves`); empty where the file is absent.
+
+    Only the zip directories are read, which have the CRC-32 of every entry: of tensors and of what is pickled.
+    """
+    present = [name for name in names if (home / name).is_file()]
+    with Threads(THREADS) as pool:
+        entries = [*pool.map(lambda name: entry_of(home / name), present)]
+    sums = {name: f"{entry.size} {entry.crc32:08x}" for name, entry in zip(present, entries, strict=True)}
+    return {name: sums.get(name, "") for name in names}
+
+
+RECORDED: Mapping[str, Callable[[Path, Iterable[str]], dict[str, str]]] = {
+    "files": small_digests,
+    "archives": archive_sums,
+}
+"""Section of a manifest: the function that computes what it records of files, by their paths from the manifest."""
+
+
+def archive_names(home: Path, files: Iterable[OutputFile]) -> list[str]:
+    """The planned files of torch.save with tensors, by their paths from the manifest."""
+    every = (file for file in files if file.tensors or any(file.states.values()))
+    return [file.path.relative_to(home).as_posix() for file in every if file.checksums]
+
+
 def bare_digests(home: Path, files: Iterable[OutputFile]) -> dict[str, str]:
     """The digest of each planned file without tensors, by its path relative to the folder of the manifest.
 
@@ -83,35 +109,26 @@ def _content(file: OutputFile) -> bytes:
 
 
 def changed_files(home: Path) -> list[str] | None:
-    """The small files that differ from a folder's manifest, None if the manifest records no small files.
+    """The files that differ from a folder's manifest, of those in `RECORDED`; None if it records no small files.
 
     Files above the folder (`../`), of the run around it, may be absent.
 
     Raises:
-        SourceError: the file is no manifest.
+        SourceError: the file is no manifest, or a file of torch.save is damaged.
     """
-    remembered = read_json(home / MANIFEST).get("files")
-    if remembered is None:
-        return None
-    if not isinstance(remembered, dict) or not all(isinstance(digest, str) for digest in remembered.values()):
-        raise SourceError(f"{home / MANIFEST} is not a manifest of vitruvian")
-    digests = small_digests(home, remembered)
-    return [
-        name for name in digests if digests[name] != remembered[name] and (digests[name] or not name.startswith("../"))
-    ]
-
-
-def record_files(home: Path, names: Iterable[str]) -> None:
-    """Record the present digests of small files in a folder's manifest, if there is one."""
-    path = home / MANIFEST
-    if path.is_file():
-        facts = read_json(path)
-        write_file(path, dumped({**facts, "files": small_digests(home, sorted(names))}))
+    facts, changed = read_json(home / MANIFEST), list[str]()
+    for section, sums_of in RECORDED.items():
+        remembered = facts.get(section, {})
+        if not isinstance(remembered, dict) or not all(isinstance(digest, str) for digest in remembered.values()):
+            raise SourceError(f"{home / MANIFEST} is not a manifest of vitruvian")
+        sums = sums_of(home, remembered)
+        changed += [name for name in sums if sums[name] != remembered[name] and (sums[name] or name[:3] != "../")]
+    return changed if "files" in facts else None
 
 
 def dumped(facts: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest: tensors last, as there are many."""
-    last = {name: facts[name] for name in ("tensors", "optimizer") if name in facts}
+    last = {name: facts[name] for name in ("archives", "tensors", "optimizer") if name in facts}
     first = {name: value for name, value in facts.items() if name not in last}
     return (json.dumps({**first, **last}, indent=1) + "\n").encode()
 
@@ -169,7 +186,7 @@ def check_manifest(source: Checkpoint) -> None:
         VerificationError: the source is not what it was when its manifest was written.
     """
     manifest, source = read_manifest(source.home), source.original or source
-    if manifest is None or source.settings.only:  # a manifest is of the whole model
+    if manifest is None or source.settings.only or source.settings.adapter:  # a manifest is of all that was trained
         return
     (facts, digests), path = manifest, source.home / MANIFEST
     spec, stated = source.spec, source.settings

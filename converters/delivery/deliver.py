@@ -145,7 +145,7 @@ def deliver(
                 _each(groups, request, receiver, sent, checks, progress.advance, stopped, drifted, mark, sender)
             with Files(checks=checks) as files:
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
-            finish_small(plan, target, request, sent.digests)
+            finish_small(plan, target, request, sent.digests, receiver.reading({}))
             small = {str(path.relative_to(request.root)): path for path in request.root.rglob("*") if path.is_file()}
             if stopped():
                 raise Interrupted("stopped by a signal", "run the same command again to resume")

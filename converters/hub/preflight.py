@@ -26,6 +26,7 @@ from converters.assets.token_files import (
     token_ids,
 )
 from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary
+from formats.checkpoint import ASSETS
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import read_safetensors
 from formats.errors import RefusedError, SourceError, UsageError, short
@@ -52,7 +53,8 @@ def embedding_rows(folder: Path) -> int:
         UsageError: the folder is no Hugging Face model.
         SourceError: a header is broken.
     """
-    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+    in_run = folder.name == ASSETS and not any(folder.glob("*.safetensors"))  # of its source it has the index alone
+    if not in_run and ((folder / INDEX).is_file() or (folder / SINGLE).is_file()):
         placed = read_weight_map(folder)
         embeddings = {SINGLE} if placed is None else {name for key, name in placed.items() if EMBEDDING.fullmatch(key)}
         for name in sorted(embeddings):

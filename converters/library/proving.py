@@ -30,7 +30,7 @@ from converters.plan.request import Limits
 from converters.plan.targets import plan_reading
 from converters.prove.diff import Difference, compare
 from converters.prove.resumed import digests, has_journal, journal_of
-from formats.checkpoint import MANIFEST, Checkpoint, Settings
+from formats.checkpoint import ASSETS, MANIFEST, Checkpoint, Settings
 from formats.errors import OptionNeededError, SourceError, UsageError, VerificationError, some
 from formats.huggingface import folder as huggingface
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
@@ -124,7 +124,8 @@ class Verified:
             )
         if self.files:
             differ = "is" if len(self.files) == 1 else "are"
-            recorded = f"; or, if that is meant, `convert assets {self.out} --from {self.out}` records it"
+            place = self.out / ASSETS if (self.out / ASSETS).is_dir() else self.out
+            recorded = f"; or, if that is meant, `convert assets {place} --from {place}` records it"
             raise VerificationError(
                 f"{some(self.files, 5)} of {self.out} {differ} not what {self.name} says",
                 "copy it again" + recorded * all(is_read_with_model(Path(name).name) for name in self.files),
@@ -235,7 +236,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     if src is not None:
         return _verify_with_source(out, src, effects)
     settings = own_config(out, effects.settings)
-    settings = replace(settings, verbatim=settings.verbatim or is_verbatim(out))
+    settings = replace(settings, verbatim=settings.verbatim or is_verbatim(out), without_buffers=True)
     checkpoint = effects.open(out, settings)
     remembered = read_manifest(checkpoint.home)
     if remembered is None:

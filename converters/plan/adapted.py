@@ -123,7 +123,10 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
     if config.get("bias") not in (None, "none") and isinstance(source.spec, AdapterSpec) and source.spec.base:
         raise UnsupportedError(
             f"the adapter in {source.root} was trained with bias = {config['bias']}, and its biases are in the base",
-            "--adapter merged has them",
+            "--adapter merged has them"
+            if source.spec.holds_base
+            else "take a checkpoint with the base, with --adapter merged; or save the adapter in its training with "
+            "PEFT: model.save_pretrained(OUT)",
         )
     outline = _outline(source, config)
     base = _base(source, outline)

@@ -163,10 +163,23 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     if isinstance(source, Checkpoint) and source.settings.adapter is not None:
         from converters.plan.adapted import plan_adapted
 
-        if source.settings.adapter == "only" and to != HUGGINGFACE:
-            raise UsageError(f"an adapter alone is not written as {to}", "leave --adapter only out")
+        if source.settings.adapter == "only":
+            _require_alone(source, to, output)
         return plan_adapted(source, request, lambda base: planned(base, request, output))
     return planned(source, request, output)
+
+
+def _require_alone(source: Checkpoint, to: str, output: Output) -> None:
+    """Refuse another target than PEFT's folder for an adapter alone, and options that have no effect on it.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if to != HUGGINGFACE:
+        raise UsageError(f"an adapter alone is not written as {to}", "leave --adapter only out")
+    given = [name for name in sorted(HUGGINGFACE_OPTIONS) if getattr(output, name) != DEFAULTS[name]]
+    if odd := [*map(flag_of, given), *["verbatim"] * source.settings.verbatim]:
+        raise UsageError(f"--{odd[0]} has no effect on an adapter alone", "leave it out")
 
 
 def require_config(source: Checkpoint) -> None:
@@ -175,12 +188,17 @@ def require_config(source: Checkpoint) -> None:
     Raises:
         OptionNeededError: it is such a model.
     """
+    from formats.model.adapters import is_of_adapter
     from formats.model.spec import Verbatim
 
     unknown = source.assets is None and source.config is None
     if isinstance(source.spec, Verbatim) and unknown and source.settings.adapter is None:
+        of_lora = any(map(is_of_adapter, source.spec.shapes))
         raise OptionNeededError(
-            f"{source.root} has no config.json", "add --config BASE, the model that the training began with"
+            f"{source.root} has no config.json" + " and holds a LoRA" * of_lora,
+            "take it with --adapter only, with the adapter_config.json of its training in the folder"
+            if of_lora
+            else "add --config BASE, the model that the training began with",
         )
 
 

@@ -6,26 +6,45 @@ its name, element type and shape. The digest of a checkpoint is the hash over th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 from converters.assets.trusted import is_read_with_model
-from converters.common.manifest import changed_files, check_manifest, dumped, read_manifest, remembered_states, total
+from converters.common.atomic import write_file
+from converters.common.manifest import (
+    archive_names,
+    archive_sums,
+    bare_digests,
+    changed_files,
+    check_manifest,
+    dumped,
+    read_manifest,
+    remembered_states,
+    small_digests,
+    total,
+)
 from converters.plan.plan import Plan
-from formats.checkpoint import MANIFEST
+from formats.checkpoint import ASSETS, MANIFEST, Target
+from formats.disk.json_file import read_json
 from formats.errors import VerificationError, count, some
 from formats.huggingface.language_model import modules_of
 from formats.optimizer import CARRIED, STATES
 
+STATE_FILE = ".pt"
+"""The suffix of small files that hold the state of a training."""
 
-def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -> bytes:
+
+def manifest(plan: Plan, target: Target, digests: Mapping[str, str], root: Path, weights: Path) -> bytes:
     """The bytes of the manifest of an output, with which `convert verify OUT` can check it anywhere.
 
     Args:
         plan: the plan that was executed.
+        target: its target.
         digests: the digest of each job.
-        files: the digests of small files, by their paths from the manifest.
+        root: the folder of the output, with its small files.
+        weights: the folder of the output, with its weight files; a path in a store, if they were sent there.
     """
     sections: dict[str, dict[str, Any]] = {"tensors": {}}
     for job in plan.jobs:
@@ -35,11 +54,56 @@ def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -
     source: dict[str, Any] = {"format": plan.source.format, "topology": dict(plan.source.topology)}
     if plan.source.left is not None:
         source["left_out"] = modules_of(plan.source.left)
-    weights = total(of_weights(plan, digests))
-    facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
+    whole = total(of_weights(plan, digests))
+    facts = {"vitruvian": 1, "digest": whole, "source": source, "settings": plan.spec.settings()}
     if plan.inputs:
         facts["sources"] = [entry.record for entry in plan.inputs]
-    return dumped({**facts, "files": dict(files), **sections})
+    trained = any(job.state for job in plan.jobs)
+    return dumped({**facts, **_files(target, root, weights if trained else None), **sections})
+
+
+def _files(target: Target, root: Path, trained: Path | None) -> dict[str, dict[str, str]]:
+    """The sections of a manifest on files.
+
+    Parameter groups, step and schedule of a training are pickled in some of its archives, and no digest of a tensor has
+    these. `trained` is the folder with the archives of an output that has an optimizer.
+    """
+    home = root / target.home
+    small = sorted(name for name in {*target.texts, *target.copies} if _is_remembered(PurePath(name), target))
+    digests = small_digests(home, [os.path.relpath(f"/{name}", f"/{target.home}") for name in small])
+    sections = {"files": digests | bare_digests(home, target.files)}
+    if trained is not None:
+        sections["archives"] = archive_sums(trained / target.home, archive_names(home, target.files))
+    return sections
+
+
+def _is_remembered(name: PurePath, target: Target) -> bool:
+    """Whether a manifest records a small file: one that is read with a model, or that holds the state of a training.
+
+    Trackers beside the folder of the manifest are written again by a training that resumes.
+    """
+    return is_read_with_model(name.name) or (name.suffix == STATE_FILE and name.is_relative_to(target.home))
+
+
+def record_files(folder: Path, names: Iterable[str]) -> None:
+    """Record the present digests of files that are read with a model in its manifest, if there is one.
+
+    The manifest is in the folder of the files, or in that of the weights in it, or beside it. What it records of a
+    training stays.
+    """
+    beside = folder.parent.glob(f"*/{MANIFEST}") if folder.name == ASSETS else folder.glob(f"*/{MANIFEST}")
+    for path in [folder / MANIFEST] if (folder / MANIFEST).is_file() else beside:
+        prefix = "" if path.parent == folder else f"../{ASSETS}/" if folder.name == ASSETS else "../"
+        if not any(name.startswith(prefix) for name in _recorded(path)):
+            continue
+        kept = {name: digest for name, digest in _recorded(path).items() if not is_read_with_model(PurePath(name).name)}
+        digests = small_digests(path.parent, sorted(f"{prefix}{name}" for name in names))
+        write_file(path, dumped({**read_json(path), "files": {**digests, **kept}}))
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """What a manifest records of small files."""
+    return dict(read_json(path).get("files") or {})
 
 
 def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +126,8 @@ def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
 def check_manifests(plan: Plan) -> None:
     """Compare sources with their manifests, before a byte of the weights is read.
 
-    Small files with the state of a training, such as the settings of an optimizer, are compared if states are moved.
+    Files with the state of a training, such as the settings of an optimizer, are compared if states are moved; and of
+    an adapter, whose tensors have other names in the manifest.
 
     Raises:
         VerificationError: a source is not what it was when its manifest was written.
@@ -70,7 +135,7 @@ def check_manifests(plan: Plan) -> None:
     moved = any(job.state for job in plan.jobs)
     for source in plan.sources:
         check_manifest(source)
-        if moved and (changed := _changed_state(source.home)):
+        if (moved or source.settings.adapter) and (changed := _changed_state(source.home)):
             raise VerificationError(
                 f"{some(changed, 5)} of {source.root} {'is' if len(changed) == 1 else 'are'} not what {MANIFEST} says",
                 f"copy it again; or, if that is meant, remove {source.home / MANIFEST}",
@@ -78,7 +143,7 @@ def check_manifests(plan: Plan) -> None:
 
 
 def _changed_state(home: Path) -> list[str]:
-    """The small files with the state of a training that differ from a folder's manifest, if there is one.
+    """The files with the state of a training that differ from a folder's manifest, if there is one.
 
     Files that are read with a model, such as a tokenizer, may be changed by the user, those of the run above the folder
     by its next save, and any may be absent.

@@ -36,6 +36,7 @@ from formats.layout.pieces import Scattered, from_pieces, whole_part
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.model.accepted import STEPS
+from formats.model.adapters import is_of_adapter
 from formats.optimizer import required_states
 from formats.torch_files.archive import read_torch
 from formats.torch_files.archive_plan import packed
@@ -277,7 +278,9 @@ def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:
     return [slot.keys[0] for slot in needed if keys.keys().isdisjoint(slot.keys)]
 
 
-def require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] | None, keys: Mapping[str, str]) -> None:
+def require_trained(
+    tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] | None, keys: Mapping[str, str], *, adapter: bool
+) -> None:
     """Refuse a universal checkpoint that lacks a tensor of the model, since only trained parameters are in it.
 
     Args:
@@ -285,6 +288,7 @@ def require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] |
         model: the content of the model file.
         slots: the tensors of the model; if None, the model file's lists of untrained tensors are used.
         keys: the name of each tensor in the checkpoint, by its key.
+        adapter: whether an adapter alone is read, whose base is elsewhere.
 
     Raises:
         SourceError: a tensor of the model was not trained.
@@ -296,6 +300,8 @@ def require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] |
         *(marked.values() if isinstance(marked, dict) else ()),
     ]
     parameters = {unwrapped(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
+    if adapter:
+        parameters = {name for name in parameters if is_of_adapter(name)} - {*map(unwrapped, keys.values())}
     if missing := sorted(parameters.difference(keys) if slots is None else lacking(slots, keys)):
         raise SourceError(
             f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
@@ -345,6 +351,16 @@ def _step(tag: Path, name: str) -> float | None:
         raise SourceError(f"{path} holds no number of steps") from None
 
 
+def _step_of_groups(tag: Path) -> float:
+    """Return the number of steps that all parameter groups count, as Apex' FusedAdam does; 0 if they count none."""
+    path = tag / "zero" / "optimizer_state.pt"
+    if not path.is_file():
+        return 0.0
+    file = read_torch(path)
+    counts = {steps_made(file, group["step"]) if "step" in group else 0.0 for group in settings(tag)[0]}
+    return counts.pop() if len(counts) == 1 else 0.0
+
+
 class StepCounts(NamedTuple):
     """How many steps Adam has made with the parameters.
 
@@ -362,6 +378,9 @@ def numbers_of_steps(
 ) -> StepCounts:
     """Return the numbers of steps that Adam has made.
 
+    DeepSpeed gives a training step.pt and the count in the parameter groups, and Apex' FusedAdam goes on with the
+    latter alone. Of its next save step.pt is what it was, so that the larger number is right (`steps_by_group`).
+
     Args:
         tag: the folder of the checkpoint.
         trained: the names of the parameters.
@@ -371,10 +390,10 @@ def numbers_of_steps(
     Raises:
         UnsupportedError: parameters have made different numbers of steps, and this is not accepted.
     """
-    first, unknown = dict[float, str](), ""
+    first, unknown, of_groups = dict[float, str](), "", _step_of_groups(tag)
     for name in trained:
         said = _step(tag, name)
-        count = common if said is None else said
+        count = common if said is None else max(said, of_groups)
         if count is None:
             unknown = unknown or name
         else:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Details, Settings
-from formats.deepspeed import ZERO, model_files, universal
+from formats.deepspeed import ZERO, frozen_parts, model_files, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.steps import require_one_step, steps_in
@@ -29,6 +29,7 @@ from formats.layout.pieces import Scattered, match_pieces, single_piece
 from formats.layout.placed import Placed, files_of
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
+from formats.layout.tensors import BUFFERS
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.optimizer import MOMENTUM, STATES
@@ -85,6 +86,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     else:
         tensors = dict(_states(tag, models, modules, state))
     assets = _config_folder(path, run, tag, settings, needed=not whole)
+    if third and settings.adapter != "only":
+        notes += _frozen_notes(first, tensors, assets)
     unnamed = assets is None and settings.adapter is None
     tensors |= _aliases(first.value, tensors, unnamed=unnamed)
     keys = _keys(tensors, tag, settings.adapter, unnamed=unnamed)
@@ -96,8 +99,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if assets is not None:
         own_config.require_same(_own_folder(path, run, tag), huggingface.read_config(assets), names, settings, spec)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
+    slots, without = _without_buffers(slots, keys) if whole and settings.without_buffers else (slots, frozenset[str]())
     if whole and source != "module" and not unnamed:
-        universal.require_trained(tag, first.value, slots if isinstance(spec, ModelSpec) else None, keys)
+        of_model = slots if isinstance(spec, ModelSpec) else None
+        universal.require_trained(tag, first.value, of_model, keys, adapter=settings.adapter == "only")
     placed, pieces, dropped = match_pieces(slots, {key: tensors[name] for key, name in keys.items()}, drops, tag)
     twins = _twins(placed, keys, modules) if source == "fp32-master" and not bare else ()
     if settings.weights is None and bare and settings.adapter is None:
@@ -110,8 +115,21 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     proof = read(path, replace(settings, weights="fp32-master")) if moments and not bare else None
     return Checkpoint(
         run, tag, NAME, spec, pieces, tuple(dropped), files, topology, assets, details, twins, tuple(notes), proof,
-        settings=settings, config=config, ties=model_files.TIES, left=part.left,
+        without=without, settings=settings, config=config, ties=model_files.TIES, left=part.left,
     )  # fmt: skip
+
+
+def _frozen_notes(first: TorchFile, tensors: Mapping[str, Scattered], base: Path | None) -> list[str]:
+    """The notes on the frozen parameters of stage 3; see `frozen_parts.require_own`."""
+    frozen = first.value.get("frozen_param_shapes") or ()
+    return frozen_parts.require_own({name: tensors[name] for name in frozen}, base)
+
+
+def _without_buffers(slots: Sequence[Slot], keys: Collection[str]) -> tuple[list[Slot], frozenset[str]]:
+    """The slots without those of absent buffers, and the names of these."""
+    absent = [slot for slot in slots if BUFFERS.issuperset(slot.rule.pattern.tensors) and {*keys}.isdisjoint(slot.keys)]
+    names = frozenset(name for slot in absent for name in slot.rule.pattern.tensors)
+    return [slot for slot in slots if slot not in absent], names
 
 
 def _part(assets: Path | None, settings: Settings, keys: Collection[str]) -> language_model.Selection:
@@ -278,7 +296,8 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
         unnamed = source.assets is None and source.settings.adapter is None
         tensors = {**each, **_aliases(training.model, each, unnamed=unnamed)}
         keys = _keys(tensors, source.home, unnamed=unnamed)
-        slots = huggingface.model_slots(source.spec, keys)
+        every = huggingface.model_slots(source.spec, keys)
+        slots = [slot for slot in every if source.without.isdisjoint(slot.rule.pattern.tensors)]
         others = frozenset[str]()
         if MOMENTUM in training.states and state != "fp32":
             slots, others = _of_some(slots, keys, source.home)
@@ -296,7 +315,7 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
             dropped=tuple(dropped),
             files=tuple(sorted(files_of(pieces))),
             twins=_twins(placed, keys, training.module) if state == "fp32" else (),
-            without=others,
+            without=others | source.without,
             notes=(),
             proof=None,
         )

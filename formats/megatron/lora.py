@@ -181,10 +181,7 @@ def read(
         )
     matrices = _matrices_of(tensors, TABLES[kind], model)
     named_modules, excluded = lora_targets.patterns(peft, common.path)
-    trained = {*named_modules} - {*excluded}
-    targets = [name for name in TARGETS if name in model.tensors and not trained.isdisjoint(_names(name, kind))]
-    if missing := dict.fromkeys(TARGETS[name][kind] for name in targets if name not in matrices):
-        raise SourceError(f"{folder} holds no LoRA of {some([*missing], 3)}, which its target_modules name")
+    absent = tuple(name for name in TARGETS if name in model.tensors and name not in matrices)
     tp = args.get("tensor_model_parallel_size") or 1
     spec = spec_of(
         model,
@@ -196,7 +193,9 @@ def read(
     )
     require_orders(spec, tp)
     staged = (args.get("pipeline_model_parallel_size") or 1) > 1
-    lora_targets.require(_modules(spec, kind), named_modules, excluded, model.layers if staged else 0, folder)
+    without = _modules(replace(spec, matrices=absent), kind, "no_query_gate")
+    layers = model.layers if staged else 0
+    lora_targets.require(_modules(spec, kind), without, named_modules, excluded, layers, folder)
     try:
         _, placed, _ = match_pieces(_slots(spec), tensors, (), folder)
     except SourceError as error:
@@ -295,16 +294,16 @@ def _matrices_of(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpe
     return tuple(name for name in TARGETS if name in names)
 
 
-def _modules(spec: LoraSpec, kind: str) -> Iterator[tuple[str, set[str]]]:
+def _modules(spec: LoraSpec, kind: str, *conditions: str) -> Iterator[tuple[str, set[str]]]:
     """The modules with an adapter, by their names in a checkpoint, and what `target_modules` calls each adapter."""
-    for slot in _slots(spec):
+    for slot in _slots(spec, *conditions):
         matrices = {tensor.rpartition("_lora_")[0] for tensor in slot.rule.pattern.tensors}
         yield slot.keys[0].partition(ADAPTER)[0], {TARGETS[matrix][kind] for matrix in matrices}
 
 
-def _slots(spec: LoraSpec) -> list[Slot]:
-    """The slots of an adapter, one for each layer."""
-    return list(spec.slots_in(TABLES["fused" if spec.shared else "canonical"]))
+def _slots(spec: LoraSpec, *conditions: str) -> list[Slot]:
+    """The slots of an adapter, one for each layer, of rules under further conditions too."""
+    return list(spec.slots_in(TABLES["fused" if spec.shared else "canonical"], *conditions))
 
 
 def require_orders(spec: LoraSpec, tp: int) -> None:

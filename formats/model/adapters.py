@@ -110,6 +110,11 @@ def is_of_adapter(key: str) -> bool:
     return (OF_LORA.fullmatch(key) or SAVED.fullmatch(key)) is not None
 
 
+def base_name(key: str) -> str:
+    """The name of a tensor of the base, by the name that it has inside PEFT's wrapper."""
+    return REPLACED.sub("", key).removeprefix(ROOT)
+
+
 def select(keys: Mapping[str, Value], adapter: str | None, where: Path) -> dict[str, Value]:
     """The tensors of a training checkpoint that are to be read, by their names in files.
 
@@ -140,7 +145,7 @@ def select(keys: Mapping[str, Value], adapter: str | None, where: Path) -> dict[
         elif saved:
             own[f"{saved['module']}.{saved['end']}"] = value
         else:
-            base[REPLACED.sub("", key).removeprefix(ROOT)] = value
+            base[base_name(key)] = value
         names |= {match["name"]: None for match in (lora, saved) if match and match["name"]}
     if own and not names and all(key.startswith(ROOT) for key in keys):  # as in PEFT's files, which hold no base
         base, own = {}, dict(keys)

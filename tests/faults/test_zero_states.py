@@ -562,3 +562,20 @@ def test_experts_in_files_of_their_own_are_refused(convert, tmp_path, stage, nam
     torch.save({"expert.weight": flat}, run / "global_step1" / name)
     out, options = ([], []) if command == "digest" else ([tmp_path / "out"], list(MASTERS[:3]) * (command == "zero2hf"))
     refused(convert(command, run, *out, *options), 4, f"experts in files of their own ({name})", "save the whole model")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options", [("zero2hf", "--weights", "exp_avg_sq", "--verbatim"), ("zero2universal",)], ids=str
+)
+def test_second_moments_that_are_negative(convert, tmp_path, options, stage):
+    import torch
+
+    flat = torch.arange(32.0) - 1
+    module = {EMBEDDING: torch.empty(0) if stage == 3 else flat.reshape(8, 4).bfloat16()}
+    model = {"module": module, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "run", model, partition(flat, stage), stage)
+    ran = convert(options[0], run, tmp_path / "out", *options[1:])
+    refused(ran, 5, "holds -1, and 1 of 32 elements are such", "--accept exp_avg_sq")
+    assert not (tmp_path / "out").exists()
+    assert convert(options[0], run, tmp_path / "out", *options[1:], "--accept", "exp_avg_sq").code == 0

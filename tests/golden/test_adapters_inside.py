@@ -87,6 +87,13 @@ def test_biases_that_were_trained_are_in_the_base(model, convert, tmp_path):
     shutil.copyfile(adapter / "adapter_config.json", checkpoint / "adapter_config.json")
     ran = convert("fsdp2hf", checkpoint, tmp_path / "out", "--config", base, "--adapter", "merged")
     assert ran.code == 0, ran.err
+    ran = convert("fsdp2hf", checkpoint, tmp_path / "no", "--adapter", "only")
+    assert (ran.code, "--adapter merged has them" in ran.err) == (4, True), ran.err
+    trained = {key: tensor for key, tensor in wrapped.state_dict().items() if "lora_" in key or "bias" in key}
+    dcp.save({"model": trained}, checkpoint_id=tmp_path / "trained", no_dist=True)
+    shutil.copyfile(adapter / "adapter_config.json", tmp_path / "trained/adapter_config.json")
+    ran = convert("fsdp2hf", tmp_path / "trained", tmp_path / "no", "--adapter", "only")
+    assert (ran.code, "its biases are in the base" in ran.err, "save_pretrained(OUT)" in ran.err) == (4, True, True)
     assert convert("merge", base, adapter, tmp_path / "merged").code == 0
     ours, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "merged"))
     assert ours.keys() == merged.keys()
@@ -122,12 +129,34 @@ def test_a_universal_checkpoint_of_it_is_verified(convert, tmp_path):
     for options in ([], base, ["--adapter", "only"], ["--adapter", "merged", *base]):
         ran = convert("zero2hf", universal, tmp_path / "out", *options)
         assert (ran.code, (tmp_path / "out").exists()) == (4 if options == base else 3, False), ran.err
+    ran = convert("zero2hf", universal, tmp_path / "out")
+    assert "--adapter only" in ran.err, ran.err
+    settings = json.loads((HERE / "in_zero3/lora_config.json").read_text())["peft"]
+    shutil.copytree(source, tmp_path / "source")
+    for folder in (universal, tmp_path / "source"):
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        assert convert("zero2hf", folder, tmp_path / f"{folder.name}-adapter", "--adapter", "only").code == 0
+    ours, theirs = (
+        load_file(tmp_path / f"{name}-adapter/adapter_model.safetensors") for name in ("universal", "source")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(tensor, theirs[key]) for key, tensor in ours.items())
     file = next(universal.glob("*/zero/*q_proj.lora_A*/exp_avg.pt"))
     content = torch.load(file, weights_only=False)
     content["param"][0, 0] += 1
     torch.save(content, file)
     ran = convert("verify", universal)
     assert (ran.code, "1 of 24 tensors" in ran.err, "exp_avg.base_model" in ran.err) == (6, True, True), ran.err
+    ran = convert("zero2hf", universal, tmp_path / "out", "--adapter", "only")
+    assert (ran.code, "is not what vitruvian.json says" in ran.err) == (6, True), ran.err
+
+
+def test_options_that_mean_nothing_to_an_adapter_alone(trained, convert, tmp_path):
+    command, folder = trained
+    for options in (["--shard-size", "1MB"], ["--chat-template", "chatml"], ["--verbatim"]):
+        ran = convert(command, folder / "checkpoint", tmp_path / "out", "--adapter", "only", *options)
+        assert (ran.code, f"{options[0]} has no effect on an adapter alone" in ran.err) == (2, True), ran.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_refused(trained, convert, tmp_path):
@@ -383,6 +412,40 @@ def test_frozen_parameters_of_another_rank(adapter, convert, tmp_path):
     torch.save(content, second)
     ran = convert("zero2hf", folder / "checkpoint", tmp_path / "ones", *options)
     assert ran.code == 0, ran.err
+
+
+TRUST = "nothing in the model files of ZeRO-3 says whose parts of the frozen parameters they hold"
+
+
+def test_frozen_parameters_of_two_ranks_exchanged(convert, tmp_path):
+    """The model files of two ranks, each saved again as the other's: the values of the base tell."""
+    import torch
+
+    folder = shutil.copytree(HERE / "in_zero3", tmp_path / "trained")
+    settings = json.loads((folder / "lora_config.json").read_text())["peft"]
+    (folder / "checkpoint/adapter_config.json").write_text(json.dumps(settings))
+    config, base = tmp_path / "config", folder / "base"
+    config.mkdir()
+    shutil.copy(base / "config.json", config)
+    export = ("zero2hf", folder / "checkpoint")
+    options = ("--adapter", "merged", "--dtype", "fp32", "--config")
+    ran = convert(*export, tmp_path / "right", *options, base)
+    assert (ran.code, TRUST in ran.err) == (0, False), ran.err
+    ran = convert(*export, tmp_path / "trusted", *options, config)
+    assert (ran.code, f"{TRUST}: they are taken on trust; --config BASE" in ran.err) == (0, True), ran.err
+
+    first, second = sorted(folder.glob("checkpoint/*/zero_pp_rank_*_model_states.pt"))
+    contents = [torch.load(path, weights_only=False) for path in (first, second)]
+    for path, content, other in zip((first, second), contents, contents[::-1], strict=True):
+        torch.save({**content, "frozen_param_fragments": other["frozen_param_fragments"]}, path)
+    ran = convert(*export, tmp_path / "no", *options, base)
+    assert (ran.code, f"{first.name} holds the part of" in ran.err) == (3, True), ran.err
+    assert not (tmp_path / "no").exists()
+
+    weights = load_file(base / "model.safetensors")
+    save_file({key: tensor + 1 for key, tensor in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    ran = convert(*export, tmp_path / "other", *options, base)
+    assert (ran.code, f"{TRUST}, and they are not those of {base}" in ran.err) == (0, True), ran.err
 
 
 def test_the_settings_in_the_folder_of_the_config(trained, convert, tmp_path):

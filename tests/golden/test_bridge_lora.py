@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import vitruvian
 from formats.errors import UsageError
 from formats.megatron import lora as bridge
+from formats.megatron import lora_targets
 from tests.faults.dcp_tools import edit, places, refused
 
 REAL = Path(__file__).with_name("bridge")
@@ -222,6 +223,56 @@ def test_an_adapter_that_lost_a_part(convert, tmp_path, name):
         (folder / ".metadata").write_bytes(metadata)
         edit(folder, change)
         refused(convert(*export[:2], tmp_path / "no", *export[2:]), 3, message)
+
+
+LOST = {
+    "*": ("lora_tp2", "self_attention.linear_proj.", "linear_proj"),
+    "*.mlp.*": ("canonical_lora_tp2", "mlp.linear_fc1.adapter.adapter_up.", "linear_fc1_up"),
+    "*.layers.0.*linear_fc1": ("glm4_moe_lora_tp2", "layers.0.mlp.linear_fc1.", "linear_fc1"),
+    "*.layers.[0-3].*_fc2": ("glm4_moe_lora_tp2", "shared_experts.linear_fc2.", "linear_fc2"),
+}
+"""Pattern in `target_modules`: a checkpoint, the matrices that it loses, and their name there."""
+
+
+@pytest.mark.parametrize("pattern", LOST)
+def test_an_adapter_that_lost_what_a_wildcard_names(convert, tmp_path, pattern):
+    name, matrix, target = LOST[pattern]
+    run = shutil.copytree(REAL / name, tmp_path / "run")
+    path = run / "iter_0000007/run_config.yaml"
+    config = yaml.safe_load(path.read_text().replace("!!set", ""))
+    given = [pattern, "*.self_attention.*", "*.mlp.*"]
+    path.write_text(yaml.safe_dump(config | {"peft": {**config["peft"], "target_modules": given}}))
+    export = ("megatron2hf", run, "--adapter", "only")
+    assert convert(*export[:2], tmp_path / "whole", *export[2:]).code == 0
+    path.write_text(yaml.safe_dump(config | {"peft": {**config["peft"], "target_modules": [pattern]}}))
+
+    def without(stored: Any) -> None:
+        stored.state_dict_metadata = {
+            fqn: about for fqn, about in stored.state_dict_metadata.items() if matrix not in fqn
+        }
+        stored.storage_data = {at: info for at, info in stored.storage_data.items() if matrix not in at.fqn}
+
+    edit(path.parent, without)
+    ran = convert(*export[:2], tmp_path / "no", *export[2:])
+    refused(ran, 3, f"holds no LoRA of {target}, which its target_modules name")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("pattern", ["*.(linear_qkv|linear_proj)", "*.linear_[a-z]+", "(a*)*b"])
+def test_patterns_of_other_lengths(convert, tmp_path, pattern):
+    run = shutil.copytree(REAL / "lora_tp2", tmp_path / "run")
+    path = run / "iter_0000007/run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(config | {"peft": config["peft"] | {"target_modules": [pattern]}}))
+    ran = convert("megatron2hf", run, tmp_path / "no", "--adapter", "only")
+    assert ran.code in (3, 4), ran.err
+    assert "target_modules of its peft" in ran.err
+
+
+def test_a_pattern_takes_no_time():
+    """A regular expression with forty `.*` tries more places than there is time for."""
+    assert not lora_targets._matches("*l" * 40 + "*x", "l" * 300)
+    assert lora_targets._matches("*l" * 40 + "*x", "l" * 300 + "x")
 
 
 @pytest.mark.parametrize("place", ["mlp.router", "mlp.experts.experts", "cross_attention"])

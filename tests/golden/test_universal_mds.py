@@ -115,6 +115,19 @@ def test_apex_counts_in_the_groups_alone(convert, tmp_path, universal):
     assert universal_files(tmp_path / "ours") == universal_files(tmp_path / "same") != {}
 
 
+def test_a_stale_count_beside_that_of_apex(convert, tmp_path, universal):
+    """DeepSpeed loads step.pt into a state that Apex' FusedAdam never counts, and writes it again in each save."""
+    import torch
+
+    run = shutil.copytree(universal(APEX.name), tmp_path / "run")
+    for path in run.glob("*/zero/*/fp32.pt"):
+        torch.save(torch.tensor(1.0), path.with_name("step.pt"))
+    assert "exp_avg, exp_avg_sq, step 3" in convert("inspect", run).out
+    for source, out in ((run, tmp_path / "ours"), (APEX, tmp_path / "same")):
+        assert convert("hf2mds", source, out, "--with-optimizer", "--iteration", 3).code == 0
+    assert universal_files(tmp_path / "ours") == universal_files(tmp_path / "same") != {}
+
+
 def test_a_vocabulary_of_the_user(convert, tmp_path, universal):
     """It may be smaller than what the training said, of which the files have the rows."""
     run = universal("llama_gqa_fused_tp2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ import vitruvian
 from converters.delivery import receivers
 from converters.delivery.deliver import groups_of
 from formats.errors import Interrupted, OutputError
+from tests.faults.dcp_tools import save
+from tests.faults.test_fsdp_optim_faults import training
 from tests.hub.server import Fault as HubFault
 from tests.remote.bucket import Fault
 
@@ -57,6 +60,20 @@ def test_a_bucket_gets_what_a_folder_gets(bucket, model, here, to, options):
     order = [path for method, path, _ in bucket.log if method == "PUT"]
     assert order[-1].endswith("/vitruvian.json")
     assert vitruvian.verify("s3://models/a/out", source).equal
+
+
+def test_a_bucket_gets_the_manifest_of_a_training(bucket, model, here, tmp_path):
+    """Its archives are read where they were sent."""
+    source, saved = training(model("llama", num_hidden_layers=1))
+    trained = save(tmp_path / "trained", saved)
+    options: Any = {"to": "fsdp", "ranks": 2, "config": source, "with_optimizer": True}
+    vitruvian.convert(trained, here / "local", **options)
+    vitruvian.convert(trained, "s3://models/a/out", **options)
+    held(bucket, here / "local", "models/a/out")
+    archives = json.loads((here / "local/vitruvian.json").read_text())["archives"]
+    assert sorted(archives) == ["__0_0.distcp", "__1_0.distcp"]
+    assert all(archives.values())
+    assert vitruvian.verify("s3://models/a/out", config=source).equal
 
 
 def test_the_disk_holds_two_groups_of_files(bucket, model, here, monkeypatch):

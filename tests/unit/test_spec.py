@@ -364,8 +364,14 @@ def test_megatron_args_without_the_type_of_positions(name):
     if name == "gpt2":
         assert from_megatron(args, {}, None, "args") == from_megatron(to_megatron(spec), {}, None, "args")
     else:
-        with pytest.raises(UnsupportedError, match=r"learned positions|position_embedding_type = 'learned_absolute'"):
+        with pytest.raises(
+            UnsupportedError, match="args says neither position_embedding_type nor use_rotary_"
+        ) as raised:
             from_megatron(args, {}, None, "args")
+        assert "has learned positions" in str(raised.value)
+        assert "'learned_absolute'" not in str(raised.value), "which nobody wrote"
+        with pytest.raises(UnsupportedError, match="softmax_scale = 0"):  # what else there is, is said first
+            from_megatron({**args, "softmax_scale": 0.3}, {}, None, "args")
     if name == "llama":
         args["use_rotary_position_embeddings"] = True
         assert from_megatron(args, {}, None, "args") == from_megatron(to_megatron(spec), {}, None, "args")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from formats.errors import RefusedError
+from formats.errors import RefusedError, UnsupportedError
 from formats.families import family_named
 from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
@@ -20,6 +20,7 @@ from formats.model.settings import FIXED, corrected
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 
+POSITIONS, ROTARY = "position_embedding_type", "use_rotary_position_embeddings"
 SCALING = [row for row in TABLE if row.setting == "rope_scaling"]
 READ = [row for row in TABLE if row not in SCALING]
 ALIKE = ("activation", "rope_scaling")
@@ -53,9 +54,10 @@ def from_megatron(
     """
     ambiguous.require_one_pattern(args, where)
     args = args if settled else ambiguous.with_both_names(args, settings, where)
-    rotary = bool(args.get("use_rotary_position_embeddings"))  # in older trees it is all that tells
-    if args.get("position_embedding_type") in (None, "learned_absolute"):
-        args = {**args, "position_embedding_type": "rope" if rotary else "learned_absolute"}
+    if args.get(POSITIONS) in (None, "learned_absolute") and args.get(ROTARY):
+        args = {**args, POSITIONS: "rope"}  # in older trees the flag is all that tells
+    if args.get(POSITIONS) is None:
+        return _with_learned_positions(args, settings, base, where, accept, settled)
     traits = marks(args)
     holding = conditions(traits)
     judged = [row.keys for row in TABLE if row.condition in holding.intersection(MARKS)]
@@ -76,6 +78,34 @@ def from_megatron(
     values["vocab"] = values["vocab"] or (base.vocab if base else None)
     values = _as_in_config(values, holding, base) if base else values
     return agreed(values | {"notes": notes}, holding, settings, base, where)
+
+
+def _with_learned_positions(
+    args: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    base: ModelSpec | None,
+    where: str,
+    accept: Collection[str],
+    settled: bool,
+) -> ModelSpec:
+    """The spec of args that say nothing of positions: older trees learn them then.
+
+    Raises:
+        UnsupportedError: the model has no layout here, or only with rotary positions.
+    """
+
+    def of(kind: str) -> ModelSpec:
+        return from_megatron({**args, POSITIONS: kind}, settings, base, where, accept=accept, settled=settled)
+
+    try:
+        return of("learned_absolute")
+    except (RefusedError, UnsupportedError):
+        of("rope")  # raises what else there is
+        raise UnsupportedError(
+            f"{where} says neither {POSITIONS} nor {ROTARY}: Megatron then has learned positions, and no known model "
+            "with its other arguments has them",
+            "take args of the training that say it",
+        ) from None
 
 
 def agreed(

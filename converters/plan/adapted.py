@@ -23,7 +23,7 @@ from formats.huggingface import lora_config
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE
 from formats.megatron import DIST
-from formats.megatron import lora as bridge
+from formats.megatron import lora_writer as bridge
 from formats.megatron.args.options import DIST as DIALECT
 from formats.megatron.args.options import Options
 from formats.model import adapters, lora

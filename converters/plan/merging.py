@@ -29,10 +29,12 @@ SHOWN = ("r", "lora_alpha", "use_rslora", "use_dora")
 """Settings of an adapter that the manifest keeps."""
 Key = tuple[str, int | None]
 """Name and layer of a logical tensor."""
-ROW_AXES = ("expert",)
-"""Axes of a logical tensor that count matrices."""
 CONV1D = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
 """Models of transformers 5.23 with `Conv1D`, whose weights are [in, out], beside `Linear`."""
+INPUT_MAJOR_EXPERTS = {"gpt_oss"}
+"""Families whose experts PEFT takes for [in, out]: their class says `is_transposed` (transformers 5.23,
+modeling_gpt_oss.py). Those of all others it takes for [out, in], also where they are not, as in Llama 4 (peft 0.21.2
+tuners/lora/layer.py `ParamWrapper`)."""
 NOT_LINEAR = {"embedding", "head", "positions", "layer_embedding", "router"}
 """Logical tensors in matrices that PEFT's `all-linear` leaves out: embeddings, router parameters, the output head."""
 
@@ -339,7 +341,7 @@ def _computed(product: Product, slot: Slot) -> Fragment:
 
 
 def _input_major(slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> bool:
-    """Whether a square matrix is stored [in, out]. The axes of a table's tensors begin with the output.
+    """Whether PEFT takes a square matrix for [in, out]. The axes of a table's tensors begin with the output.
 
     `fan_in_fan_out` of an adapter's config tells nothing of one module: PEFT keeps what the last one had.
 
@@ -354,7 +356,9 @@ def _input_major(slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> bool:
                 lora_config.PEFT_MERGES,
             )
         return False
-    spans = [span for span in slot.leaves()[0].spans if span.size > 1 and span.axis not in ROW_AXES]
+    if len(slot.shape) == 3:
+        return base.spec.family in INPUT_MAJOR_EXPERTS
+    spans = [span for span in slot.leaves()[0].spans if span.size > 1]
     return spans[0].stride < spans[-1].stride
 
 

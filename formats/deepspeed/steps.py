@@ -13,21 +13,17 @@ from formats.optimizer import STATES
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import TensorRef
+from formats.torch_files.unpickle import DAMAGE
 
 
 def steps_in(file: TorchFile) -> frozenset[float]:
     """The step counts in a file of optimizer states; empty if the optimizer is stored in another way."""
-    states = file.value.get("optimizer_state_dict") if isinstance(file.value, Mapping) else None
-    inner = (
-        (states.get("base_optimizer_state") or states.get("optimizer_state_dict"))
-        if isinstance(states, Mapping)
-        else None
-    )
-    state = inner.get("state") if isinstance(inner, Mapping) else None
-    if not isinstance(inner, Mapping) or not isinstance(state, Mapping):
+    try:
+        states = file.value["optimizer_state_dict"]
+        inner = states.get("base_optimizer_state") or states["optimizer_state_dict"]
+        return frozenset(steps_by_group(file, inner["state"], inner.get("param_groups") or ()))
+    except DAMAGE:
         return frozenset()
-    known = {number: kept for number, kept in state.items() if isinstance(kept.get("step", 0), int | float | TensorRef)}
-    return frozenset(steps_by_group(file, known, inner.get("param_groups") or ()))
 
 
 def steps_by_group(
@@ -47,6 +43,7 @@ def steps_by_group(
 
     Raises:
         SourceError: a count is no whole number, or negative.
+        KeyError, TypeError, AttributeError: what the optimizer keeps is in another form.
     """
     of_group = {member: group["step"] for group in groups if "step" in group for member in group["params"]}
     counts = []

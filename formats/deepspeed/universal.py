@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from formats.checkpoint import Checkpoint, OutputFile
 from formats.deepspeed.folders import OURS
 from formats.deepspeed.partitions import Partition
-from formats.deepspeed.steps import steps_made
+from formats.deepspeed.steps import steps_by_group, steps_made
 from formats.disk.safetensors import FLOATS, row_major
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Cut, Piece
@@ -313,7 +313,8 @@ def require_trained(
 def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
     """Return the parameter groups, and Adam's step, which may be recorded nowhere else.
 
-    DeepSpeed's own checkpoints of stage 3 have it in the optimizer's state, those of Apex' FusedAdam in the groups.
+    DeepSpeed's own checkpoints of stage 3 have the optimizer's state too; those of the other stages have what Apex'
+    FusedAdam counts in the groups.
 
     Raises:
         SourceError: the groups are missing or in an unknown form.
@@ -322,9 +323,9 @@ def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
     try:
         inner = file.value.get("optimizer_state_dict", {}).get("state", {})
         groups = tuple(map(dict, file.value["param_groups"]))
-        counts = [inner[0]["step"]] if inner else [group["step"] for group in groups if "step" in group]
-        steps = {steps_made(file, count) for count in counts}
-        return groups, steps.pop() if len(steps) == 1 else None
+        of_groups = (steps_made(file, group["step"]) for group in groups if "step" in group)
+        counts = {*(steps_by_group(file, inner, groups) if inner else of_groups)}
+        return groups, counts.pop() if len(counts) == 1 else None
     except DAMAGE:
         raise SourceError(f"{file.path} holds no parameter groups of an optimizer in a form that is known") from None
 

@@ -21,12 +21,12 @@ from formats.disk.handle import prefetch
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.errors import SourceError, UnsupportedError, short, some
-from formats.families import FAMILIES, family_named, find_family
+from formats.families import FAMILIES, family_named
 from formats.families.family import Family
 from formats.huggingface import HUGGINGFACE, language_model, mtp, own_config
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
-from formats.huggingface.require import require_biases, require_class
+from formats.huggingface.require import require_biases, require_class, require_lengths
 from formats.layout.placed import Placed, content_of, is_tied, match
 from formats.layout.slots import ALONE, Slot
 from formats.layout.table import Rule
@@ -48,9 +48,6 @@ KINDS = {"safetensors": (SINGLE, INDEX), "pickled": PICKLED}
 ELSEWHERE = {"configuration_files": "settings", "transformers_weights": "weights"}
 """Config key by which transformers reads another file than the usual one: what is in it (transformers 5.23.0,
 configuration_utils.py `get_configuration_file`, modeling_utils.py `_get_resolved_checkpoint_files`)."""
-PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer")
-"""Config key with a value for each layer (transformers 5.23.0, configuration_utils.py `validate_layer_type`, whose
-`layer_types` are `layers_block_type` in configuration_zamba.py; configuration_laguna.py)."""
 NOTHING_SAID = Settings()
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 
@@ -120,32 +117,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'} says quantization_config = {{}}, with which transformers loads no model",
             "remove the key if the weights are not quantized",
         )
-    _require_value_of_each_layer(config, folder)
+    require_lengths(config, str(folder / CONFIG))
     return config
-
-
-def _require_value_of_each_layer(config: dict[str, Any], folder: Path) -> None:
-    """Refuse a list of `PER_LAYER` that has another length than the layers: transformers loads few such models.
-
-    Some classes have values of the layers that predict further tokens there too (5.23.0, configuration_step3p7.py). The
-    number of layers may follow from such a list (configuration_nemotron_h.py). Code of a model's own may mean something
-    else.
-
-    Raises:
-        SourceError: the lengths differ.
-    """
-    text = untabled.language(config)
-    family, layers, further = find_family(text), text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
-    if "auto_map" in config or type(layers) is not int:
-        return
-    counting = family.keys.get("layers", "").split() if family else []
-    for key in (key for key in PER_LAYER if isinstance(text.get(key), list) and key not in counting):
-        if len(text[key]) not in (layers, layers + (further if type(further) is int else 0)):
-            raise SourceError(
-                f"{folder / CONFIG} contradicts itself: num_hidden_layers = {layers}, and {key} of {len(text[key])} "
-                "layers",
-                "correct the one that is wrong",
-            )
 
 
 def read_spec(config: Mapping[str, Any], folder: Path, settings: Settings) -> ModelSpec:

@@ -16,11 +16,11 @@ CONFIG = "adapter_config.json"
 READ = {
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters",
-    "modules_to_save", "init_lora_weights", "base_model_name_or_path", "ensure_weight_tying",
+    "modules_to_save", "init_lora_weights", "base_model_name_or_path", "ensure_weight_tying", "bias",
 }  # fmt: skip
 """Settings that are read here."""
 FREE = {
-    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "bias",
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout",
     "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
     "velora_config", "inject_method", "loftq_config", "corda_config", "lora_ga_config",
 }  # fmt: skip
@@ -96,10 +96,10 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _comparable(value: Any) -> Any:
-    """A setting as it is compared: a list sorted; what is empty as what is absent."""
+    """A setting as it is compared: a list sorted; what is empty, or a bias of `none`, as what is absent."""
     if isinstance(value, list):
         value = sorted(value, key=str)
-    return None if value is False or value in ([], {}) else value
+    return None if value is False or value in ([], {}, "none") else value
 
 
 def require_lora(config: Mapping[str, Any], where: Path) -> None:

@@ -12,6 +12,7 @@ from formats.families.family import Family
 from formats.huggingface.nulls import require_values
 from formats.huggingface.quantized import require_method
 from formats.huggingface.settings_table import keys_of, keys_read, rows_of
+from formats.model import untabled
 
 SYNONYMS = {
     "swish": "silu",
@@ -26,6 +27,9 @@ LAYER_CONFIG = "per_layer_config"
 OF_ALL: Mapping[str, Any] = {"is_causal": True}
 """Config key that transformers reads of every model: the only value that tables describe. With another value each token
 also sees the tokens after it (transformers 5.23.0, masking_utils.py `create_causal_mask`)."""
+PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer")
+"""Config key with a value for each layer (transformers 5.23.0, configuration_utils.py `validate_layer_type`, whose
+`layer_types` are `layers_block_type` in configuration_zamba.py; configuration_laguna.py)."""
 
 
 def class_names(config: Mapping[str, Any]) -> Any:
@@ -174,4 +178,27 @@ def require_copies(config: Mapping[str, Any], family: Family, values: Mapping[st
                 f"{where} contradicts itself: {name} = {short(values[setting])} and {key} = {short(config[key])}, and "
                 "transformers builds models in which they are equal",
                 f"remove {key}: transformers then copies {name}",
+            )
+
+
+def require_lengths(config: dict[str, Any], where: str) -> None:
+    """Refuse a config in which a list of `PER_LAYER` has another length than the model has layers.
+
+    transformers loads few such models. Some classes have values of the layers that predict further tokens in the list
+    too (5.23.0, configuration_step3p7.py). The number of layers may follow from a list (configuration_nemotron_h.py).
+    Code of a model's own may mean something else.
+
+    Raises:
+        SourceError: the lengths differ.
+    """
+    text = untabled.language(config)
+    family, layers, further = find_family(text), text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
+    if "auto_map" in config or type(layers) is not int:
+        return
+    counting = family.keys.get("layers", "").split() if family else []
+    for key in (key for key in PER_LAYER if isinstance(text.get(key), list) and key not in counting):
+        if len(text[key]) not in (layers, layers + (further if type(further) is int else 0)):
+            raise SourceError(
+                f"{where} contradicts itself: num_hidden_layers = {layers}, and {key} of {len(text[key])} layers",
+                "correct the one that is wrong",
             )

@@ -23,35 +23,25 @@ tests/golden/bridge; NeMo 2 has the same names.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import Checkpoint, Details, Settings, Target
+from formats.checkpoint import Checkpoint, Details, Settings
 from formats.errors import SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface import folder as huggingface
-from formats.layout.pattern import Axis, Fill, Pattern, Product, Term
-from formats.layout.pieces import Scattered, match_pieces, repeat, whole_part
+from formats.layout.pieces import Scattered, match_pieces, repeat
 from formats.layout.slots import Slot
 from formats.layout.table import Rule, rules
-from formats.megatron import common_state, lora_targets
-from formats.megatron.args import providers, run_config
+from formats.megatron import lora_targets
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.moe import interleaves_of
-from formats.megatron.args.options import Options, namespace
-from formats.megatron.classic import topology_of
-from formats.megatron.folders import TRACKER, name_of
-from formats.model.lora import OF_EXPERTS, TOGETHER, LoraSpec, spec_of
+from formats.model.lora import OF_EXPERTS, LoraSpec, spec_of
 from formats.model.spec import ModelSpec
-from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import TorchFile
-from formats.torch_files.archive_plan import packed
-from formats.torch_files.archive_writer import packed_plain
 
 ADAPTER = ".adapter."
-LAYERS = "decoder.layers."
 EXPERTS, SHARED_EXPERTS = ".mlp.experts.", ".mlp.shared_experts."
 ALIKE = rules("""
 decoder.layers.{layer}.self_attention.linear_proj.adapter.linear_in.weight    output_lora_a: rank (group head dim)
@@ -103,6 +93,13 @@ decoder.layers.{layer}.mlp.shared_experts.linear_fc1.adapter.adapter_up.linear_o
 TABLES = {"fused": FUSED, "canonical": CANONICAL}
 CLASSES = {"fused": "megatron.bridge.peft.lora.LoRA", "canonical": "megatron.bridge.peft.canonical_lora.CanonicalLoRA"}
 """The class of Bridge that trains an adapter, by kind."""
+FIELDS = {
+    "_target_", "a2a_experimental", "alpha", "canonical_mapping", "dim", "dropout", "dropout_position",
+    "exclude_modules", "experts_shared_outer_loras", "lora_A_init_method", "lora_B_init_method", "lora_dtype",
+    "normalize_moe_lora", "params_to_save", "sequence_parallel_input_regather", "share_expert_adapters",
+    "target_modules",
+}  # fmt: skip
+"""The fields of these classes, 0.3.1 to 0.6.2."""
 TARGETS = {
     "query": {"fused": "linear_qkv", "canonical": "linear_q"},
     "key": {"fused": "linear_qkv", "canonical": "linear_k"},
@@ -119,16 +116,7 @@ TARGETS = {
     "expert_down": {"fused": "linear_fc2", "canonical": "linear_fc2"},
 }
 """The name of a matrix in `target_modules`, by kind."""
-PLACES = {
-    **dict.fromkeys(("gate", "up", "down"), "*.mlp."),
-    **dict.fromkeys(("shared_gate", "shared_up", "shared_down"), "*.mlp.shared_experts."),
-    **dict.fromkeys(("expert_gate", "expert_up", "expert_down"), "*.mlp.experts.*"),
-}
-"""What stands before the name of a matrix in `target_modules` where the name alone would be that of others too."""
 EXPORT = "export it with Megatron-Bridge: AutoBridge.export_adapter_ckpt"
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read(
@@ -166,12 +154,16 @@ def read(
     base = huggingface.read_spec(config, settings.config, settings) if settings.config and config else None
     model = from_megatron(args, settings.values, base, str(common.path), accept=settings.accept, settled=True)
     model = replace(model, mtp_layers=0)
-    require_products(args, tensors, str(common.path))
-    tensors = _of_each_expert(tensors, model, args, folder)
+    tp, stages, ep = (_parallel(args, f"{axis}_model", common.path) for axis in ("tensor", "pipeline", "expert"))
+    _require_products(args, tensors, tp, common.path)
+    tensors = _of_each_expert(tensors, model, ep, folder)
     named = next((kind for kind, name in CLASSES.items() if peft and peft.get("_target_") == name), "fused")
     kind = "canonical" if any(f"{ADAPTER}adapter_" in key for key in tensors) else named  # some names are of both
     if peft and peft.get("_target_") != CLASSES[kind]:
         raise UnsupportedError(f"{common.path}: the adapter is of the class {short(peft.get('_target_'))}", EXPORT)
+    if unknown := sorted(name for name, value in peft.items() if value and name not in FIELDS):
+        said = f"{unknown[0]} = {short(peft[unknown[0]])}"
+        raise UnsupportedError(f"{common.path}: its peft says {said}, which no Megatron-Bridge up to 0.6.2 has", EXPORT)
     rank, expert_rank = (_rank(tensors, of_experts, folder) for of_experts in (False, True))
     topk = (model.top_k or 1) if peft.get("normalize_moe_lora") else 1
     if expert_rank and peft and expert_rank * topk != peft.get("dim"):
@@ -182,7 +174,6 @@ def read(
     matrices = _matrices_of(tensors, TABLES[kind], model)
     named_modules, excluded = lora_targets.patterns(peft, common.path)
     absent = tuple(name for name in TARGETS if name in model.tensors and name not in matrices)
-    tp = args.get("tensor_model_parallel_size") or 1
     spec = spec_of(
         model,
         rank or expert_rank * topk,
@@ -192,12 +183,11 @@ def read(
         shards=tp if kind == "canonical" else 0,
     )
     require_orders(spec, tp)
-    staged = (args.get("pipeline_model_parallel_size") or 1) > 1
     without = _modules(replace(spec, matrices=absent), kind, "no_query_gate")
-    layers = model.layers if staged else 0
+    layers = model.layers if stages > 1 else 0
     lora_targets.require(_modules(spec, kind), without, named_modules, excluded, layers, folder)
     try:
-        _, placed, _ = match_pieces(_slots(spec), tensors, (), folder)
+        _, placed, _ = match_pieces(slots_of(spec), tensors, (), folder)
     except SourceError as error:
         hint = f"adapters of attention, MLPs and experts are read; of others: {EXPORT}"
         raise SourceError(str(error), hint) from None
@@ -216,21 +206,36 @@ def read(
     )
 
 
-def require_products(args: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+def _parallel(args: Mapping[str, Any], kind: str, where: Path, usual: int = 1) -> int:
+    """How many ranks a training had of a kind of parallelism, such as `expert_model`; `usual` where no arg says it.
+
+    Raises:
+        SourceError: it is no whole number above 0.
+    """
+    name = f"{kind}_parallel_size"
+    size = args.get(name) or usual
+    if type(size) is not int or size < 0:
+        raise SourceError(
+            f"{where} says {name} = {short(size)}, which is no number of ranks", "take the file of the run"
+        )
+    return size
+
+
+def _require_products(args: Mapping[str, Any], keys: Iterable[str], tp: int, where: Path) -> None:
     """Refuse adapters of experts for which Bridge trained something else than the product of their factors.
 
     Args:
         args: the attributes of the checkpoint's `args`.
         keys: the keys of the adapter's tensors.
+        tp: tensor parallel size of the training.
         where: the file that holds the args, for error messages.
 
     Raises:
         UnsupportedError: it is such an adapter, or one whose rows are in another order.
     """
-    names, tp = [*keys], args.get("tensor_model_parallel_size") or 1
+    names = [*keys]
     of_experts, of_shared = (any(place in name for name in names) for place in (EXPERTS, SHARED_EXPERTS))
-    etp = args.get("expert_tensor_parallel_size") or tp
-    if of_experts and etp > 1:
+    if of_experts and (etp := _parallel(args, "expert_tensor", where, tp)) > 1:
         raise UnsupportedError(
             f"{where} says expert_tensor_parallel_size = {etp}, with which Megatron-Bridge computes something else than "
             "the product of the factors of an expert's LoRA (Megatron-Bridge#5634): no merged matrix is what was trained"
@@ -240,7 +245,7 @@ def require_products(args: Mapping[str, Any], keys: Iterable[str], where: str) -
             f"{where} says moe_shared_expert_overlap and tensor_model_parallel_size = {tp}, with which Megatron-Bridge "
             "adds the LoRA of shared experts several times (Megatron-Bridge#5634): no merged matrix is what was trained"
         )
-    if (of_experts or of_shared) and any(interleaves_of(args, where).values()):
+    if (of_experts or of_shared) and any(interleaves_of(args, str(where)).values()):
         raise UnsupportedError(f"{where}: gate and up of experts alternate, and the order of their LoRA is not known")
     if apart := [name for name in names if EXPERTS in name and f"{ADAPTER}adapter_" in name]:
         raise UnsupportedError(
@@ -250,22 +255,26 @@ def require_products(args: Mapping[str, Any], keys: Iterable[str], where: str) -
         )
 
 
-def _of_each_expert(
-    tensors: Mapping[str, Scattered], model: ModelSpec, args: Mapping[str, Any], folder: Path
-) -> dict[str, Scattered]:
+def _of_each_expert(tensors: Mapping[str, Scattered], model: ModelSpec, ep: int, folder: Path) -> dict[str, Scattered]:
     """The tensors of an adapter, in which a factor that all experts share is one of each expert.
 
     Such a factor is a matrix with `experts_shared_outer_loras`, and in releases before 0.5.1 whatever the experts of a
     rank share; from then on that has an axis of experts, as have factors of single experts.
 
+    Args:
+        tensors: the tensors of the adapter, one for each layer.
+        model: the base model.
+        ep: expert parallel size of the training.
+        folder: the folder of the iteration, for error messages.
+
     Raises:
         UnsupportedError: there were several ranks of experts, of which the factor is the first one's.
     """
     shared = {key for key, tensor in tensors.items() if EXPERTS in key and len(tensor.shape) == 2}
-    if shared and (args.get("expert_model_parallel_size") or 1) > 1:
+    if shared and ep > 1:
         raise UnsupportedError(
-            f"{folder}: {min(shared)} has no axis of experts, and is of the first of "
-            f"{args['expert_model_parallel_size']} expert parallel ranks: those of the others were not saved"
+            f"{folder}: {min(shared)} has no axis of experts, and is of the first of {ep} expert parallel ranks: those "
+            "of the others were not saved"
         )
     return {key: repeat(tensor, model.experts or 1) if key in shared else tensor for key, tensor in tensors.items()}
 
@@ -296,12 +305,12 @@ def _matrices_of(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpe
 
 def _modules(spec: LoraSpec, kind: str, *conditions: str) -> Iterator[tuple[str, set[str]]]:
     """The modules with an adapter, by their names in a checkpoint, and what `target_modules` calls each adapter."""
-    for slot in _slots(spec, *conditions):
+    for slot in slots_of(spec, *conditions):
         matrices = {tensor.rpartition("_lora_")[0] for tensor in slot.rule.pattern.tensors}
         yield slot.keys[0].partition(ADAPTER)[0], {TARGETS[matrix][kind] for matrix in matrices}
 
 
-def _slots(spec: LoraSpec, *conditions: str) -> list[Slot]:
+def slots_of(spec: LoraSpec, *conditions: str) -> list[Slot]:
     """The slots of an adapter, one for each layer, of rules under further conditions too."""
     return list(spec.slots_in(TABLES["fused" if spec.shared else "canonical"], *conditions))
 
@@ -320,111 +329,8 @@ def require_orders(spec: LoraSpec, tp: int) -> None:
             f"LoRA at a tensor parallel size of {tp}, and CanonicalLoRA has none",
             "--tp 1 --lora fused",
         )
-    parts, divided = tp * (1 if spec.shared else 2), not {*spec.matrices} <= OF_EXPERTS
-    if odd := [count for count, names in rows if (divided and spec.rank % tp) or (names and count % parts)]:
-        raise UnsupportedError(f"a LoRA of rank {spec.rank} on an MLP of {odd[0]} rows does not divide over tp = {tp}")
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
-def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options, iteration: int) -> Target:
-    """Lay out a run folder with an adapter that Megatron-Bridge resumes; its base is in another run folder.
-
-    If one tensor of a fused matrix has an adapter, CanonicalLoRA needs adapters for all tensors of the matrix. Adapters
-    that the source lacks are zeros, which a training leaves alone: neither factor has a gradient.
-
-    Args:
-        root: the run folder.
-        spec: the adapter.
-        dtype: the element type of the adapter.
-        alpha: the scale of the adapter times its rank.
-        options: the topology of the training.
-        iteration: the iteration in the name of the folder.
-
-    Raises:
-        UnsupportedError: Bridge has no such adapter, or Megatron has no such model.
-        RefusedError: Megatron has no such topology.
-    """
-    base, kind = spec.base, "fused" if spec.shared else "canonical"
-    providers.require_no_adapter(providers.PROVIDERS.get(base.family), f"a LoRA of a {base.family}")
-    _, padded = topology_of(base, options)
-    require_orders(spec, options.tp)
-    absent = [name for group in TOGETHER for name in group if {*group} & {*spec.matrices} and name not in spec.matrices]
-    absent = [name for name in absent if name in base.tensors]
-    if absent and spec.shared:
-        raise UnsupportedError(
-            f"the adapter has none of {', '.join(absent)}, and LoRA of Megatron-Bridge changes all of a fused matrix",
-            "--lora canonical",
-        )
-    slots = [*_slots(spec), *_zeros(spec, absent)]
-    covered = {name for slot in slots for name in slot.rule.pattern.tensors}
-    if missing := sorted({*spec.tensors} - covered):
-        raise UnsupportedError(f"Megatron-Bridge has no adapter of {some(missing, 3)} of a {base.family}")
-    folder, layers = name_of(iteration), base.layers
-    stored, objects = [], dict[str, bytes]()
-    for slot in slots:
-        key, part = slot.keys[0], whole_part(slot.shape)
-        layer = int(key.split(".")[2])
-        name = key if base.mixed else key.replace(f"{LAYERS}{layer}.", LAYERS)
-        shape, box = (slot.shape, part.ranges) if base.mixed else (
-            (layers, *slot.shape), ((layer, layer + 1), *part.ranges)
-        )  # fmt: skip
-        stored.append(dcp_writer.SlotPart(slot, part, name, shape, box, dtype=dtype))
-        shard = "0_1" if base.mixed else f"{layer}_{layers}"
-        if EXPERTS not in key:
-            objects[f"{name.removesuffix('weight')}_extra_state/shard_{shard}"] = packed([None])
-    files, metadata = dcp_writer.layout(root / folder, [stored], {}, objects=objects)
-    args = namespace(base, [dtype], options, padded, {}, iteration)
-    peft = {"_target_": CLASSES[kind], "target_modules": _target_modules(spec, absent), "dim": spec.rank,
-            "alpha": int(alpha) if float(alpha).is_integer() else alpha, "dropout": 0.0}  # fmt: skip
-    further: dict[str, Any] = {}
-    if spec.expert_rank:
-        peft |= {"share_expert_adapters": False, "normalize_moe_lora": spec.expert_rank != spec.rank}
-        further = {"expert_tensor_parallel_size": 1}
-    common = {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": {"singleton_local_shards": False}}
-    texts = {
-        f"{folder}/{dcp.METADATA}": metadata,
-        f"{folder}/{common_state.FILE}": packed_plain(common),
-        f"{folder}/{common_state.BACKEND}": json.dumps(common_state.ABOUT).encode(),
-        TRACKER: str(iteration).encode(),
-    }
-    texts |= {
-        name if name.startswith("latest") else f"{folder}/{name}": text
-        for name, text in run_config.written(args, iteration, {"peft": peft}, further).items()
-    }
-    return Target(tuple(files), texts, {}, folder)
-
-
-def _names(matrix: str, kind: str) -> tuple[str, str]:
-    """The names of a matrix in `target_modules`: alone, and of its place."""
-    name = TARGETS[matrix][kind]
-    return name, PLACES.get(matrix, "") + name
-
-
-def _target_modules(spec: LoraSpec, absent: Sequence[str]) -> list[str]:
-    """The `target_modules` of an adapter, with their places where other matrices of the model have the same name."""
-    kind, changed = "fused" if spec.shared else "canonical", (*spec.matrices, *absent)
-    others = {TARGETS[name][kind] for name in TARGETS if name in spec.base.tensors and name not in changed}
-    return [*dict.fromkeys(_names(name, kind)[TARGETS[name][kind] in others] for name in changed)]
-
-
-def _zeros(spec: LoraSpec, absent: Sequence[str]) -> list[Slot]:
-    """The slots of the adapters of zeros, for the matrices that have no adapter."""
-    if not absent:
-        return []
-    slots = _slots(replace(spec, matrices=tuple(absent)))
-    return [slot._replace(rule=replace(slot.rule, pattern=_filled(slot.rule.pattern))) for slot in slots]
-
-
-def _filled(pattern: Pattern) -> Pattern:
-    """A pattern of the same shape that holds zeros and no part of a tensor."""
-    dims = tuple(_fill(term) for term in pattern.dims)
-    return Pattern(f"zeros of {pattern.text}", None, dims)
-
-
-def _fill(term: Term) -> Term:
-    if isinstance(term, Axis):
-        return Fill(term.name)
-    assert isinstance(term, Product)
-    return Product(tuple(map(_fill, term.terms)))
+    if spec.rank % tp and not {*spec.matrices} <= OF_EXPERTS:
+        raise UnsupportedError(f"a LoRA of rank {spec.rank} does not divide over tp = {tp}")
+    parts = tp * (1 if spec.shared else 2)
+    if odd := [count for count, names in rows if names and count % parts]:
+        raise UnsupportedError(f"a LoRA of an MLP of {odd[0]} rows does not divide over tp = {tp} in {parts} parts")

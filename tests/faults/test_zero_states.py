@@ -444,6 +444,29 @@ def test_numbers_and_groups_of_an_optimizer_are_some(convert, tmp_path, change, 
     refused(convert("zero2hf", save(tmp_path / "run", model, states), tmp_path / "out", *MASTERS), 3, message)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inner: inner["param_groups"][0].update(step=None),
+        lambda inner: inner["param_groups"][0].update(step=1, params=None),
+        lambda inner: inner.update(param_groups=[3]),
+        lambda inner: inner.update(state={0: None}),
+    ],
+    ids=["step", "params", "group", "state"],
+)
+def test_an_optimizer_of_another_form(convert, tmp_path, change):
+    """It tells no steps: the weights are read, its states are not."""
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    states = partition(flat)
+    change(states["base_optimizer_state"])
+    run = save(tmp_path / "run", model, states)
+    refused(convert("zero2hf", run, tmp_path / "no", "--weights", "exp_avg", "--verbatim", "-q"), 3, "optim_states.pt")
+    assert convert("zero2hf", run, tmp_path / "out", "--verbatim", "-q").code == 0
+
+
 @pytest.mark.parametrize("command", ["zero2universal", "zero2hf"])
 @pytest.mark.parametrize(
     ("change", "message"),

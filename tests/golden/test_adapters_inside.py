@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -467,12 +468,12 @@ def test_settings_in_several_places(trained, convert, tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(same))
     options = ["--config", folder / "base", "--adapter"]
     assert convert(command, folder / "checkpoint", tmp_path / "out", *options, "merged").code == 0
-    for place in (folder, folder / "base"):
-        (place / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 16}))
+    for place, change in product((folder, folder / "base"), ({"lora_alpha": 16}, {"bias": "lora_only"})):
+        (place / "adapter_config.json").write_text(json.dumps(settings | change))
         for adapter in ("merged", "only"):
             ran = convert(command, folder / "checkpoint", tmp_path / "no", *options, adapter)
             paths = [str(part / "adapter_config.json") in ran.err for part in (place, folder / "checkpoint")]
-            assert (ran.code, paths, "differ in lora_alpha" in ran.err) == (5, [True, True], True), ran.err
+            assert (ran.code, paths, f"differ in {next(iter(change))}" in ran.err) == (5, [True, True], True), ran.err
         (place / "adapter_config.json").unlink()
 
 

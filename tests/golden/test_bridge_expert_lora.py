@@ -143,6 +143,9 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any], int, str]] = {
     ),
     "a factor of the first rank": (QWEN[2], "model", {"expert_model_parallel_size": 2}, 4, "were not saved"),
     "an adapter of the first rank": (QWEN[3], "model", {"expert_model_parallel_size": 4}, 4, "were not saved"),
+    "a size in quotes": (QWEN[1], "model", {"expert_tensor_parallel_size": "2"}, 3, "parallel_size = '2'"),
+    "a field of no release": (QWEN[1], "peft", {"use_rslora": True}, 4, "use_rslora = True, which no Megatron-Bridge"),
+    "no size": (QWEN[1], "model", {"tensor_model_parallel_size": [1]}, 3, "tensor_model_parallel_size = [1]"),
     "a rank of experts": (QWEN[0], "peft", {"normalize_moe_lora": True}, 3, "experts of rank 4"),
     "a rank for the experts of a token": (QWEN[1], "peft", {"normalize_moe_lora": False}, 3, "experts of rank 2"),
 }  # fmt: skip

@@ -248,6 +248,20 @@ def test_an_embedding_that_is_square(model, convert, tmp_path, settings):
             assert torch.equal(tensor, exact[key].float()), key
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "mixtral"])
+def test_experts_that_are_square(model, convert, tmp_path, family):
+    """Both [in, out] in GPT-OSS and Llama 4, of which PEFT takes those of Llama 4 for [out, in]."""
+    import torch
+
+    base = model(family, intermediate_size=64)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=[], target_parameters=EXPERTS[1:])
+    exact = judged(base, adapter, "float64")
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    for key, tensor in loaded(tmp_path / "out").items():
+        assert torch.equal(tensor, exact[key].float()), key
+
+
 @pytest.mark.parametrize("name", ["every matrix", "dora", "input-major", "experts"])
 def test_one_rounding_to_bfloat16(model, convert, tmp_path, name):
     """PEFT's float32 rounds before that: where it comes to lie in the middle of two, its own rounding goes astray."""

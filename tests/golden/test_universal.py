@@ -127,6 +127,26 @@ def test_what_deepspeed_makes_has_a_module_too(made, zero, convert, tmp_path, ki
     assert differences(tmp_path / "moments", made(TWO) / f"{kind}.truth.safetensors", "exp_avg") == []
 
 
+def test_apex_of_stage_3_counts_in_the_groups(made, zero, convert, tmp_path):
+    """Its state has no step, or that of a universal checkpoint with which the training began."""
+    import torch
+
+    argv = ["--config", made(TWO) / "hf", "--with-optimizer"]
+    run = theirs(zero, made(TWO) / "zero3" / "global_step3", tmp_path / "theirs")
+    assert convert("hf2fsdp", run, tmp_path / "same", *argv).code == 0
+    path = next(run.glob("*/zero/optimizer_state.pt"))
+    value = torch.load(path, weights_only=False)
+    for group in value["param_groups"]:
+        group["step"] = 3
+    for stale in (torch.tensor(1.0), None):
+        for state in value["optimizer_state_dict"]["state"].values():
+            state.update({"step": stale}) if stale is not None else state.pop("step")
+        torch.save(value, path)
+        ran = convert("hf2fsdp", run, tmp_path / "out", *argv, "--force")
+        assert ran.code == 0, ran.err
+        assert convert("diff", tmp_path / "same", tmp_path / "out").code == 0
+
+
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "pp2-tp2"])
 def test_every_file_is_parsed_twice_at_most(made, convert, tmp_path, monkeypatch, yml, kind):
     """Once to know what it is, once for all of master weights, moments and steps."""

@@ -60,10 +60,10 @@ def progress_keys(resumed: Resumed, family: str) -> dict[str, Any]:
     group, samples = resumed.groups[0], resumed.progress.get(SAMPLES) or 0
     progress = {name: resumed.progress[name] for name in OF_FILE if resumed.progress.get(name) is not None}
     progress |= {"global_samples": resumed.progress[SAMPLES]} if SAMPLES in resumed.progress else {}
-    return {SCHEDULER: constant_rate(family, group.lr, group.weight_decay, samples), **progress}
+    return {SCHEDULER: _constant_rate(family, group.lr, group.weight_decay, samples), **progress}
 
 
-def constant_rate(family: str, rate: float, decay: float, samples: int) -> dict[str, Any]:
+def _constant_rate(family: str, rate: float, decay: float, samples: int) -> dict[str, Any]:
     """Return the state of the schedule of the family's tree, at a constant learning rate."""
     schedule = {"max_lr": rate, "min_lr": 0.0, "num_steps": samples}
     if FAMILIES[family] == OF_BIGSCIENCE:
@@ -76,9 +76,9 @@ def constant_rate(family: str, rate: float, decay: float, samples: int) -> dict[
     }  # fmt: skip
 
 
-def begun(family: str) -> dict[str, Any]:
+def fresh_keys(family: str) -> dict[str, Any]:
     """Return the keys of a model file of weights alone, of which BigScience's tree loads the schedule all the same."""
-    return {SCHEDULER: constant_rate(family, 0.0, 0.0, 0)} if FAMILIES[family] == OF_BIGSCIENCE else {}
+    return {SCHEDULER: _constant_rate(family, 0.0, 0.0, 0)} if FAMILIES[family] == OF_BIGSCIENCE else {}
 
 
 def skipped(resumed: Resumed, iteration: int) -> int:

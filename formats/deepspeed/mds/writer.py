@@ -80,7 +80,7 @@ def write(
         "bf16": main_dtype(dtypes.values()) == "bfloat16",
         "fp16": main_dtype(dtypes.values()) == "float16",
     }
-    qkv, beside = _order(spec, options), optimizer.begun(spec.family)
+    qkv, beside = _order(spec, options), optimizer.fresh_keys(spec.family)
     if resumed:
         optimizer.require_padding(spec, padded, options.tp)
         args |= {name: resumed.progress[name] for name in optimizer.OF_ARGS if name in resumed.progress}

@@ -17,7 +17,7 @@ from train.data.packs import append, files
 from train.data.packs.iters import as_awk
 from train.data.tokens.encode import LAST_REPLY, REPLY
 from train.data.tokens.indexed import bin_path, idx_path, open_indexed, write_index
-from train.data.tokens.sidecar import Facts, mask_path, read_facts
+from train.data.tokens.sidecar import Facts, content_of, mask_path, read_facts
 
 FACTS = Facts("aa", 1000, {"user": 7}, None, None, {"documents": 1})
 
@@ -84,7 +84,9 @@ def test_one_pack_of_a_slicing(train, tmp_path):
     prefix = tmp_path / "sliced/merged/warmup_0/warmup_0"
     parts = [tmp_path / f"sliced/warmup_0/{name}_slice0_0_10" for name in "ab"]
     assert mask_path(prefix).read_bytes() == b"".join(mask_path(part).read_bytes() for part in parts)
-    assert read_facts(prefix) == Facts("aa", 1000, {"user": 7}, None, None, {"documents": 4, "tokens": 14})
+    sums = [blake3(kind(part).read_bytes()).hexdigest() for kind in (bin_path, mask_path) for part in parts]
+    counts, content = {"documents": 4, "tokens": 14}, content_of(sums)
+    assert read_facts(prefix) == Facts("aa", 1000, {"user": 7}, None, None, counts, content=content)
     assert train("packs", "iters", prefix.parent).out == f"{prefix.parent}/: {14 / 8192 / 576:.6g}\n"
 
 

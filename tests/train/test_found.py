@@ -115,6 +115,9 @@ def test_what_changes_the_next_rows_is_refused(tmp_path):
     for name in ("offset", "size", "seed", "rows"):
         with pytest.raises(RefusedError, match=f"{getattr(progress, name)}, now other"):
             check_same(progress, replace(progress, **{name: "other"}), tmp_path)
+    check_same(progress, replace(progress, sidecars="new"), tmp_path)  # a save of an older version does not record them
+    with pytest.raises(RefusedError, match=r"the sidecars \(PREFIX.json\) and role files .*: new, now other"):
+        check_same(replace(progress, sidecars="new"), replace(progress, sidecars="other"), tmp_path)
 
 
 def test_more_epochs_behind_a_short_step_are_refused(tmp_path):

@@ -6,6 +6,7 @@ tokens: no label crosses a document boundary.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from formats.errors import RefusedError, SourceError
-from train.data.packing.pack_plan import Plan, is_plan, make_plan, open_plan
+from train.data.packing.pack_plan import Plan, hashes, is_plan, make_plan, open_plan
 from train.data.tokens.documents import Documents, open_documents
 from train.data.tokens.tokenizers import FILES, made_with, open_vocabulary
 from train.settings.batching import shares
@@ -150,6 +151,15 @@ class Rows:
         for array in chain.from_iterable((plan.documents, plan.rows, plan.pieces) for plan in self.plans):
             digest.update(b"" if array is None else np.ascontiguousarray(array).view(np.uint8).data)
         return digest.hexdigest()
+
+    @property
+    def sidecars(self) -> str:
+        """Digest of what is beside the tokens and marks replies: the sidecar of each file, and samples of its roles."""
+        said = [
+            [documents.facts and documents.facts.known, documents.roles and hashes(documents.roles.prefix)]
+            for documents in self.documents
+        ]
+        return blake3(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     def flat(self, numbers: Sequence[int]) -> Flat:
         """Some rows, flattened. No rows give one untrained input, because every rank takes part in every step."""

@@ -57,6 +57,8 @@ class Progress:
         tokens: number of labels trained so far.
         samples: number of rows that the settings ask for, over all epochs; the step that reaches the end is short.
         engine: engine whose checkpoint format is written, see `engines.ENGINES`.
+        sidecars: digest of the sidecars of the rows, see `Rows.sidecars`; empty in a save of an older version.
+        sets: digest of the validation sets, see `evaluate.compared`; empty without any, and in such a save.
     """
 
     step: int
@@ -67,6 +69,8 @@ class Progress:
     tokens: int
     samples: int
     engine: str = "fsdp"
+    sidecars: str = ""
+    sets: str = ""
 
     @property
     def name(self) -> str:
@@ -177,6 +181,8 @@ def check_same(saved: Progress, now: Progress, path: Path) -> None:
         RefusedError: a setting that determines the order of rows changed.
     """
     names = {"offset": "steps.iteration_offset", "size": "batch.size", "seed": "seed", "rows": "the rows of data.train"}
+    if saved.sidecars:
+        names["sidecars"] = "what the sidecars (PREFIX.json) and role files of data.train say of what is trained"
     if saved.step * saved.size > saved.samples:
         names["samples"] = "rows of steps.epochs, the last step of which was short"
     changed = [name for name in names if getattr(saved, name) != getattr(now, name)]
@@ -186,6 +192,13 @@ def check_same(saved: Progress, now: Progress, path: Path) -> None:
             f"{path} is of another run ({changes})",
             "a new run begins with init finetune, in another save.path or with another steps.iteration_offset",
         )
+
+
+def unrecorded(path: Path) -> str:
+    """A note on a save of an older version, which does not record the sidecars of its rows; empty for any other."""
+    if read_progress(path).sidecars:
+        return ""
+    return f"{path} does not record the sidecars (PREFIX.json) of data.train: those that are there are taken on trust"
 
 
 def require_sound(folder: Path, world: World) -> None:

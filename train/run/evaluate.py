@@ -12,6 +12,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch.distributed.fsdp import FSDPModule
 
 from converters.common.atomic import write_file
@@ -76,6 +78,17 @@ def open_sets(config: Config, world: World) -> dict[str, Rows]:
         )
     )
     return sets
+
+
+def compared(sets: Mapping[str, Rows], progress: Progress) -> tuple[Progress, str]:
+    """The progress with the digest of the validation sets now, and a note if it was of others; empty if it was not."""
+    content = {name: [rows.digest, rows.sidecars] for name, rows in sets.items()}
+    digest = blake3(json.dumps(content, sort_keys=True).encode()).hexdigest() if content else ""
+    note = (
+        f"data.validation has other rows or masks than at {progress.name}: scores until there, which evaluate.best and "
+        "evaluate.patience count too, are not comparable with later ones"
+    )
+    return replace(progress, sets=digest), note if progress.sets not in ("", digest) else ""
 
 
 def evaluate(

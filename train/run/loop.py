@@ -17,7 +17,7 @@ from train.distributed import World
 from train.engines import Stepping, open_engine
 from train.run.best import Best, open_best
 from train.run.checkpoint import Progress, Saver, require_sound
-from train.run.evaluate import open_sets
+from train.run.evaluate import compared, open_sets
 from train.run.generate import open_prompts
 from train.run.identity import begun, record, small_files
 from train.run.layer_norms import layer_norms
@@ -127,6 +127,8 @@ def _steps(run: Run, log: Log | None, say: Say) -> Progress:
 def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[str], None]) -> Run:
     config = prepared.config
     sets = open_sets(config, world)
+    progress, of_sets = compared(sets, prepared.progress)
+    prepared = prepared._replace(progress=progress, notes=(*prepared.notes, *filter(None, [of_sets])))
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
     model, backend, difference = choose_attention(config, world, prepared.sizes.micro)
     if prepared.start is not None:

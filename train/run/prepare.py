@@ -6,6 +6,7 @@ of the previous phase, which is in the same folder at the global step that this 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from train.model.attention import resolve
 from train.model.selfcheck import require_masks, require_sharable, self_check
 from train.model.tensor_parallel import require_no_dropout
 from train.model.trainee import DTYPES, fitted, open_config
-from train.run.checkpoint import Progress, check_same, newest, read_progress, require_places
+from train.run.checkpoint import Progress, check_same, newest, read_progress, require_places, unrecorded
 from train.run.export import check_export
 from train.run.identity import changed_files, require_same_config, require_same_tokenizer
 from train.settings.batching import Order, Sizes, batch_sizes, make_order, mixed
@@ -84,6 +85,7 @@ def prepare(config: Config, world: World) -> Prepared:
         tokens=0,
         samples=order.samples,
         engine=kind,
+        sidecars=rows.sidecars,
     )
     start, progress = world.from_first(lambda: _start(config, fresh))
     notes, moments = list[str](), None
@@ -91,6 +93,7 @@ def prepare(config: Config, world: World) -> Prepared:
         world.from_first(lambda: lora.require_same_settings(start, config.lora))
     if start is not None and progress.step:
         notes.append(world.from_first(lambda: changes(config, done=progress.step >= total)))
+        notes.append(world.from_first(lambda: unrecorded(start)))
     if progress.step < total:
         world.from_first(lambda: require_places(config.save.path, progress, total))
         path = world.from_first(lambda: folder_of(config, resumed=start is not None))
@@ -169,4 +172,4 @@ def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:
     if saved.name == fresh.name:
         return checkpoint, fresh
     check_same(saved, fresh, checkpoint)
-    return checkpoint, saved
+    return checkpoint, replace(saved, sidecars=fresh.sidecars)

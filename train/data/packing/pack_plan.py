@@ -241,7 +241,10 @@ def _bounds(number: int, split: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def hashes(prefix: Path) -> dict[str, str]:
-    """BLAKE3 of the index, and of samples of the `.bin` and `.mask`, which are too large to hash whole; by suffix."""
+    """BLAKE3 of the index, and of samples of the `.bin` and `.mask`, which are too large to hash whole; by suffix.
+
+    The sidecar has the digest of all their bytes as they were written: see `Facts.content`.
+    """
     index = blake3(max_threads=blake3.AUTO).update_mmap(idx_path(prefix)).hexdigest()
     digests = {"idx": index, "bin": _sampled(bin_path(prefix))}
     return digests | ({"mask": _sampled(mask_path(prefix))} if mask_path(prefix).is_file() else {})

@@ -154,7 +154,7 @@ def write_role_bins(request: Request, packing: Packing | None = None) -> Facts:
             streams = {f"packed.{name}": path for name, path in streams.items()}
         write_index(staging / "role.idx", ROLE, sizes, MARKS)
         write_index(staging / "idx", dtype, sizes, MARKS)
-        facts = write_facts(request, done, counts)
+        facts = write_facts(request, done, counts, streams)
         put_in_place(staging, streams | others)
     return facts
 

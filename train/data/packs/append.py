@@ -132,7 +132,7 @@ def write_append(work: Work, *, doubled: bool, quiet: bool) -> None:
             idx_path(staged), work.indexed.dtype, _Longer(work) if work.appended else work.indexed.sizes, work.marks
         )
         counts = {"documents": work.documents, "tokens": work.tokens}
-        files.write_facts(staged, work.facts and replace(work.facts, eod=work.eod, counts=counts))
+        files.write_facts(staged, work.facts and replace(work.facts, eod=work.eod, counts=counts, content=None))
         open_indexed(staged)
 
 

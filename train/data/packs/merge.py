@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +29,7 @@ from train.data.packs.iters import COPY
 from train.data.packs.slices import check_alike
 from train.data.packs.writing import files_of, read_record
 from train.data.tokens.indexed import Column, Indexed, bin_path, idx_path, open_indexed, write_index
-from train.data.tokens.sidecar import Facts, common_facts, facts_path, mask_path
+from train.data.tokens.sidecar import Facts, common_facts, content_of, facts_path, mask_path
 
 Keep = Callable[[memoryview, int], None]
 """Called with a piece of a file, and the byte in the file where the piece begins."""
@@ -195,7 +195,8 @@ def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool
         marks = [files.marks_of(part) for part in merge.parts]
         sizes = Joined([(part.sizes, 0) for part in merge.parts], "<i4")
         write_index(idx_path(staged), merge.parts[0].dtype, sizes, _documents(merge.parts, marks))
-        files.write_facts(staged, merge.facts)
+        content = content_of([digest for kind_sums in sums for digest in kind_sums])
+        files.write_facts(staged, merge.facts and replace(merge.facts, content=content))
         open_indexed(staged)
         seconds = time.monotonic() - began
         write_file(out / f"{merge.prefix}.merge.log", _log(merge, prefix, sums, verify, seconds))

@@ -98,7 +98,7 @@ def facts_of(part: Slice) -> Facts | None:
     """The sidecar of a slice: that of its data set, with the counts of the slice; None if the data set has none."""
     facts = read_facts(part.source.indexed.prefix)
     counts = {"documents": part.documents[1] - part.documents[0], "tokens": part.count}
-    return facts and replace(facts, counts=counts)
+    return facts and replace(facts, counts=counts, content=None)
 
 
 def marks_in(part: Slice) -> Joined | None:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from formats.errors import RefusedError, SourceError, short
 
 
@@ -29,6 +31,8 @@ class Facts:
         names: BLAKE3 of the names of the tokenizer's tokens in the order of ids; None in files of older versions.
         masked: whether `PREFIX.mask` is needed although there are control tokens: records exclude replies.
         plain: whether each document is a text without turns, which is trained as a whole.
+        content: digest of the tokens and masks (or roles) as they were written, which a resumed training compares;
+            None in files of older versions, and of commands that write tokens without reading all of them.
     """
 
     tokenizer: str
@@ -40,11 +44,17 @@ class Facts:
     names: str | None = None
     masked: bool = False
     plain: bool = False
+    content: str | None = None
 
     @property
     def encoding(self) -> tuple[Any, ...]:
         """The facts that must be equal in token files that are merged."""
         return self.tokenizer, self.vocabulary, dict(self.control), self.eod, self.template
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """All facts but those that are None: the same for a file of an older version, which lacks some."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def facts_path(prefix: Path) -> Path:
@@ -89,6 +99,7 @@ def _sound(facts: Facts) -> Facts:
         "counts": not isinstance(facts.counts, dict),
         "masked": not isinstance(facts.masked, bool),
         "plain": not isinstance(facts.plain, bool),
+        "content": not isinstance(facts.content, str | None),
     }
     wrong = next((name for name, is_odd in odd.items() if is_odd), None)
     if wrong is not None:
@@ -103,6 +114,11 @@ def _number(value: object) -> bool:
 def facts_text(facts: Facts) -> str:
     """The content of a sidecar file."""
     return json.dumps(asdict(facts), indent=1, ensure_ascii=False) + "\n"
+
+
+def content_of(digests: Sequence[str]) -> str:
+    """The digest of several files from the digest of each, which are the parts of the tokens and then of the masks."""
+    return blake3(" ".join(digests).encode()).hexdigest()
 
 
 def common_facts(prefixes: Sequence[Path], counts: Mapping[str, Any]) -> Facts | None:
@@ -120,4 +136,4 @@ def common_facts(prefixes: Sequence[Path], counts: Mapping[str, Any]) -> Facts |
     if len(known) < len(prefixes) or not known:
         return None
     masked, plain = any(facts.masked for _, facts in known), all(facts.plain for _, facts in known)
-    return replace(known[0][1], counts=counts, masked=masked, plain=plain)
+    return replace(known[0][1], counts=counts, masked=masked, plain=plain, content=None)

@@ -30,7 +30,7 @@ from formats.errors import Interrupted, OutputError, RefusedError, SourceError
 from train.data.tokens.indexed import best_dtype, bin_path, idx_path, write_index
 from train.data.tokens.input_ranges import Ranges
 from train.data.tokens.records import GRAVE, REASONS
-from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
+from train.data.tokens.sidecar import Facts, content_of, facts_path, facts_text, mask_path
 from train.data.tokens.template_encoder import LOST, SPLIT
 from train.data.tokens.workers import EXAMPLES, UNTRAINED, Job, Part, Workers
 
@@ -330,14 +330,22 @@ def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
     job, staging = request.job, request.staging
     sizes = np.memmap(staging / "sizes", "<i4", "r")
     write_index(staging / "idx", best_dtype(job.vocabulary), sizes)
-    facts = write_facts(request, done, {"documents": len(sizes), "tokens": done.counts["tokens"]})
+    counts = {"documents": len(sizes), "tokens": done.counts["tokens"]}
+    facts = write_facts(request, done, counts, ("bin", "mask"))
     old_mask = finals.pop("mask") if job.template is None and not facts.masked else None
     put_in_place(staging, finals, [old_mask] if old_mask else [])
     return facts
 
 
-def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Facts:
-    """Write the sidecar into the staging folder, with these counts and the counts of dropped records."""
+def write_facts(request: Request, done: Done, counts: Mapping[str, int], streams: Iterable[str]) -> Facts:
+    """Write the sidecar into the staging folder.
+
+    Args:
+        request: the request.
+        done: its progress, with the counts of dropped records.
+        counts: the counts of what was written.
+        streams: names of the staged files of tokens and of masks, or roles.
+    """
     job = request.job
     names = (*LOST, SPLIT, UNTRAINED, *REASONS)
     counts = dict(counts) | {name: number for name, number in done.counts.items() if name in names}
@@ -352,9 +360,19 @@ def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Fact
         names=job.names,
         masked=masked,
         plain=job.form == "text",
+        content=content_of([_hashed(request.staging / stream) for stream in streams]),
     )
     write_file(request.staging / "json", facts_text(facts).encode())
     return facts
+
+
+def _hashed(path: Path) -> str:
+    """BLAKE3 of a whole file, read a piece at a time: the pages of a memory map would count as memory."""
+    hashed = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            hashed.update(piece)
+    return hashed.hexdigest()
 
 
 def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path] = ()) -> None:

@@ -137,6 +137,9 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
         end = next((end for end in ENDS if name.endswith("." + end)), None)
         if end is not None:
             place = name.removesuffix("." + end)
+            names = [f"{ROOT}{place}.{other}" for other, part in ENDS.items() if part == ENDS[end]]
+            if len(twice := [other for other in names if other in tensors]) > 1:
+                raise SourceError(f"{root} holds one part of a LoRA twice: {' and '.join(twice)}", "copy it again")
             places.setdefault(place, {})[ENDS[end]] = fragment
             embeddings |= {place} if end.startswith("lora_embedding") else set()
         elif (beside := BESIDE.fullmatch(name)) and f"{ROOT}{beside[1]}.{beside[2]}" in tensors:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from formats.errors import RefusedError, UnsupportedError, UsageError, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, some
 from formats.model.spec import Verbatim
 
 MERGE = "merge it first: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT)"
@@ -132,28 +132,35 @@ def select(keys: Mapping[str, Value], adapter: str | None, where: Path) -> dict[
         UnsupportedError: a tensor belongs to an adapter although `adapter` is None, or to an adapter that is no LoRA.
         UsageError: the checkpoint has no adapter.
         RefusedError: the checkpoint has several adapters.
+        SourceError: two tensors have one name in files, such as that of a module in its wrapper and one without.
     """
     if adapter is None:
         require_plain(keys, where)
         return dict(keys)
     base, own, names = dict[str, Value](), dict[str, Value](), dict[str, None]()
+    first, twice = dict[tuple[bool, str], str](), list[str]()
     for key, value in keys.items():
         lora, saved = OF_LORA.fullmatch(key), SAVED.fullmatch(key)
         if lora:
             other_kind = lora["kind"] not in ("lora_A", "lora_B")
-            own[f"{lora['module']}.{lora['kind']}{'' if other_kind else lora['end'] or ''}"] = value
+            part, name = own, f"{lora['module']}.{lora['kind']}{'' if other_kind else lora['end'] or ''}"
         elif saved:
-            own[f"{saved['module']}.{saved['end']}"] = value
+            part, name = own, f"{saved['module']}.{saved['end']}"
         else:
-            base[base_name(key)] = value
+            part, name = base, base_name(key)
+        if (other := first.setdefault((part is own, name), key)) != key:
+            twice.append(f"{name} twice: {other} and {key}")
+        part[name] = value
         names |= {match["name"]: None for match in (lora, saved) if match and match["name"]}
     if own and not names and all(key.startswith(ROOT) for key in keys):  # as in PEFT's files, which hold no base
-        base, own = {}, dict(keys)
+        base, own, twice = {}, dict(keys), []
     require_plain(base, where)
     if not own:
         raise UsageError(f"{where} holds no adapter", "leave --adapter out")
     if len(names) > 1:
         raise RefusedError(f"{where} holds {len(names)} adapters: {some([*names], 4)}", "save them apart with PEFT")
+    if twice:
+        raise SourceError(f"{where} holds {twice[0]}", "it is no save of one training: copy the checkpoint again")
     return own if adapter == "only" else base
 
 

@@ -203,6 +203,10 @@ HEAD = "base_model.model.lm_head.weight"
             3, "lm_head has no LoRA: under this name PEFT does not load it",
         ),
         (lambda state: state.update({"model.norm.weight": np.ones(32, "f4")}), 3, "does not begin with base_model."),
+        (
+            lambda state: state.update({f"{Q}.lora_magnitude_vector.weight": state[f"{Q}.lora_magnitude_vector"] + 1}),
+            3, "holds one part of a LoRA twice",
+        ),
         (lambda state: state.update({f"{Q}.lora_E": np.ones((4, 1), "f4")}), 4, "which no LoRA has"),
         (lambda state: state.update({f"{Q}.lora_A.weight": np.ones((4, 32), "i4")}), 4, "is I32"),
         (lambda state: state.clear(), 3, "holds no tensor"),

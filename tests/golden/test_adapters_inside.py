@@ -322,15 +322,18 @@ def test_a_save_of_the_adapter_alone(trained_by_fsdp, convert, tmp_path):
     assert (ran.code, "--config BASE" in ran.err) == (4, True), ran.err
 
 
-def saved_by_accelerate(base: Path, tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
+def saved_by_accelerate(base: Path, tmp_path: Path, rows: int | None = None, **settings: Any) -> tuple[Path, Path]:
     """An adapter as PEFT saves it, and as accelerate saves it alone in a checkpoint of FSDP (`adapter_only`)."""
     import torch
     import torch.distributed.checkpoint as dcp
     from peft import PeftModel, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
-    adapter, checkpoint = adapter_of(base, tmp_path / "peft", **settings), tmp_path / "checkpoint"
-    wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    adapter, checkpoint = adapter_of(base, tmp_path / "peft", rows, **settings), tmp_path / "checkpoint"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if rows is not None:
+        model.resize_token_embeddings(rows)
+    wrapped = PeftModel.from_pretrained(model, adapter)
     tensors = get_peft_model_state_dict(wrapped, adapter_name=wrapped.active_adapter)
     dcp.save({"model": tensors}, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
     shutil.copyfile(adapter / "adapter_config.json", checkpoint / "adapter_config.json")
@@ -488,6 +491,43 @@ def test_a_saved_module_is_not_said_to_be_left_out(trained_by_fsdp, convert, tmp
     assert (ran.code, "not carried" in ran.err) == (0, False), ran.err
     assert (load_file(tmp_path / "out/model.safetensors")["lm_head.weight"] == 2 * head.float().numpy()).all()
     assert convert("fsdp2hf", checkpoint, tmp_path / "adapter", "--adapter", "only").code == 0
+
+
+SECOND = {
+    "without the wrapper of a module": (".q_proj.base_layer.weight", ".q_proj.weight"),
+    "without PEFT's prefix": ("base_model.model.model.norm.weight", "model.norm.weight"),
+    "as it was before": ("lm_head.weight", "lm_head.original_module.weight"),
+    "without the adapter's name": (".lora_A.default.weight", ".lora_A.weight"),
+}
+"""The end of the names of tensors in a training, and that of second ones, which have the same name in files."""
+
+
+@pytest.mark.parametrize("kind", SECOND)
+def test_a_tensor_under_two_names(kind, trained_by_fsdp, convert, tmp_path):
+    """Nothing tells which of them the training meant."""
+    tensors, settings, base = trained_by_fsdp
+    end, other = SECOND[kind]
+    second = {key.removesuffix(end) + other: tensor + 1 for key, tensor in tensors.items() if key.endswith(end)}
+    assert second
+    assert not second.keys() & tensors.keys()
+    checkpoint = save(tensors | second, settings, tmp_path / "checkpoint")
+    for adapter in ("merged", "only"):
+        ran = convert("fsdp2hf", checkpoint, tmp_path / "no", "--config", base, "--adapter", adapter)
+        assert (ran.code, "twice: " in ran.err, (tmp_path / "no").exists()) == (3, True, False), ran.err
+        assert any(key in ran.err and key.removesuffix(other) + end in ran.err for key in second), ran.err
+
+
+@pytest.mark.parametrize("kept", [["embed_tokens", "lm_head"], ["lm_head"], None])
+def test_a_resized_vocabulary_that_accelerate_saves_alone(kept, model, convert, tmp_path):
+    """PEFT saves embedding and head twice, and what they were: none of it is a second tensor of one name."""
+    settings = {"target_modules": ["q_proj"], "modules_to_save": kept}
+    adapter, checkpoint = saved_by_accelerate(model("llama"), tmp_path, rows=259, **settings)
+    ran = convert("fsdp2hf", checkpoint, tmp_path / "out", "--adapter", "only")
+    assert ran.code == 0, ran.err
+    assert convert("merge", model("llama"), tmp_path / "out", tmp_path / "ours").code == 0
+    assert convert("merge", model("llama"), adapter, tmp_path / "theirs").code == 0
+    ours, theirs = (tmp_path / name / "model.safetensors" for name in ("ours", "theirs"))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])

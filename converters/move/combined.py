@@ -54,7 +54,7 @@ def _total(job: Job, readings: Sequence[Reading], start: Start, shape: tuple[int
     with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are refused, or summed
         for term, reading in zip(job.terms, readings, strict=True):
             words = reading(start, shape)
-            if term.finite and not casts.finite(words, term.job.source_dtype):
+            if term.job.finite and not casts.finite(words, term.job.source_dtype):
                 path = term.job.sources[0].fragment.path
                 raise RefusedError(f"{path} holds NaN or infinity in {_called(job)}", "the training has diverged")
             for low in range(0, len(words), PIECE):

@@ -25,7 +25,7 @@ from converters.move.replicas import Copies
 from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.disk.safetensors import DTYPES
-from formats.errors import Interrupted, VerificationError
+from formats.errors import Interrupted, RefusedError, VerificationError
 from formats.model.accepted import NORMS
 
 
@@ -94,7 +94,7 @@ def run_job(
     Raises:
         VerificationError: copies of the tensor differ, and the policy does not say which one counts; or elements are
             NaN or infinite, and the limits refuse these.
-        RefusedError: the tensor is a moment that no optimizer computes.
+        RefusedError: the tensor is a moment that no optimizer computes, or of an adapter, and NaN or infinite.
         Interrupted: `stop` was true.
     """
     job = job.made
@@ -106,10 +106,9 @@ def run_job(
         moments.see(values)
         if stop():
             raise Interrupted("stopped by a signal", "run the same command again to resume")
-        if limits.finite and not casts.finite(values, job.dtype):
-            raise VerificationError(
-                f"{job.label} holds NaN or infinity", "the training has diverged; take an earlier one"
-            )
+        if (job.finite or limits.finite) and not casts.finite(values, job.dtype):
+            kind = RefusedError if job.finite else VerificationError
+            raise kind(f"{job.label} holds NaN or infinity", "the training has diverged; take an earlier one")
         digest.update((casts.add_one(values, job.dtype) if job.less_one[1] else values).data.cast("B"))
         if job.targets and len(values) and (not limits.fresh or values[0] or values.any()):
             scatter(files, targets, start, shape, values, buffers.scratch.view(values.dtype))

@@ -143,7 +143,13 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
     )
     text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n"
     target = Target(written.files, {lora_config.CONFIG: text.encode()}, {})
-    return replace(make_plan(source, target, request.cast), plan_of_output=lambda plan: _read_back(plan, base))
+    return _finite(make_plan(source, target, request.cast), lambda plan: _read_back(plan, base))
+
+
+def _finite(plan: Plan, plan_of_output: Callable[[Plan], Plan]) -> Plan:
+    """The plan of an adapter, in which NaN and infinity are refused as in a merge; and the plan of its output."""
+    jobs = tuple(replace(job, finite=True) for job in plan.jobs)
+    return replace(plan, jobs=jobs, plan_of_output=plan_of_output)
 
 
 def _outline(source: Checkpoint, config: dict[str, Any]) -> peft.Saved:
@@ -284,7 +290,7 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
         raise UnsupportedError(f"{saved.root} holds {' and '.join(sorted(dtypes))}", "cast all of them with --dtype")
     options = Options(tp=tp, etp=1 if model.experts else None, dialect=DIALECT, trainer="bridge")
     target = bridge.write(request.root, spec, dtypes.pop(), alpha, options, iteration)
-    plan = replace(make_plan(source, target, request.cast), plan_of_output=lambda plan: _bridge_back(plan, base.assets))
+    plan = _finite(make_plan(source, target, request.cast), lambda plan: _bridge_back(plan, base.assets))
     return replace(plan, inputs=(Input(source, {}), Input(base, {})))
 
 

@@ -146,12 +146,12 @@ def plan_average(
     policies = [replicas_of(source, replicas) for source in sources]
 
     def averaged(job: Job) -> Job:
-        terms = zip([jobs[job.name] for jobs in read], weights, policies, strict=True)
+        terms = zip([replace(jobs[job.name], finite=True) for jobs in read], weights, policies, strict=True)
         edge = f"weighted mean of {len(sources)} in float64, rounded once to {job.dtype}"
         edge = edge if job.dtype in FLOATS else ""
         return replace(
             job, source_dtype=job.dtype, sources=(), replicas={}, rows=None, partial=False, twins=(),
-            terms=tuple(Term(*term, finite=True) for term in terms), edge=edge, centred=(False, job.centred[1]),
+            terms=tuple(Term(*term) for term in terms), edge=edge, centred=(False, job.centred[1]),
         )  # fmt: skip
 
     inputs = tuple(

@@ -375,14 +375,14 @@ def _merged(job: Job, changes: Changes, policy: str) -> Job:
 
     def reading(parts: list[Part], rows: int | None) -> Job:
         dtype = parts[0].fragment.dtype
-        return replace(alone, sources=tuple(parts), source_dtype=dtype, dtype=dtype, rows=rows)
+        return replace(alone, sources=tuple(parts), source_dtype=dtype, dtype=dtype, rows=rows, finite=True)
 
     if changes.whole:
-        terms = [Term(reading(changes.whole, job.rows), finite=True)]
+        terms = [Term(reading(changes.whole, job.rows))]
     else:
         terms = [Term(replace(job, targets=(), dtype=job.source_dtype), policy=policy)]
     if changes.added:
-        terms.append(Term(reading(changes.added, None), finite=True))
+        terms.append(Term(reading(changes.added, None)))
     return replace(
         alone, targets=job.targets, source_dtype=job.dtype, rows=None, terms=tuple(terms), norms=tuple(changes.norms),
         edge=f"{changes.edge}, in float64, rounded once to {job.dtype}",

@@ -43,13 +43,11 @@ class Term(NamedTuple):
         job: the job that reads the summand, and writes nothing.
         factor: the factor that the summand is multiplied by.
         policy: what is done with further copies of the summand (`Limits.replicas`).
-        finite: whether NaN and infinity in the summand are refused.
     """
 
     job: Job
     factor: float = 1.0
     policy: str = "verify"
-    finite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +83,7 @@ class Job:
     from several has `terms` in place of sources; its rows are rescaled to `norms`, and `edge` names the computation.
     `key` is the name of the tensor in the source's files; with `shared`, of the physical tensor that has others too.
     `moment` is the optimizer state that the source gives in place of its weights (`--weights exp_avg`), if it is one.
+    If it is to be `finite`, NaN and infinity are refused.
     """
 
     tensor: str
@@ -107,6 +106,7 @@ class Job:
     key: str = ""
     shared: bool = False
     moment: str = ""
+    finite: bool = False
 
     @property
     def made(self) -> Job:

@@ -530,6 +530,20 @@ def test_a_resized_vocabulary_that_accelerate_saves_alone(kept, model, convert, 
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("kind", ["lora_A", "modules_to_save"])
+def test_an_adapter_that_is_not_finite(kind, value, trained_by_fsdp, convert, tmp_path):
+    tensors, settings, base = trained_by_fsdp
+    head = "base_model.model.lm_head"
+    tensors[f"{head}.modules_to_save.default.weight"] = tensors[f"{head}.weight"].clone()
+    settings |= {"modules_to_save": ["lm_head"]}
+    next(tensor for key, tensor in tensors.items() if kind in key)[1, 2] = value
+    checkpoint = save(tensors, settings, tmp_path / "checkpoint")
+    for adapter in ("merged", "only"):
+        ran = convert("fsdp2hf", checkpoint, tmp_path / "no", "--config", base, "--adapter", adapter)
+        assert (ran.code, "NaN or infinity" in ran.err, (tmp_path / "no").exists()) == (5, True, False), ran.err
+
+
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
 def test_an_adapter_of_a_quantized_base(storage, trained_by_fsdp, convert, tmp_path):
     """QLoRA: bitsandbytes packs two elements in a byte, in one column of bytes or of the type that FSDP wants."""

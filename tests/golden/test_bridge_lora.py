@@ -275,6 +275,17 @@ def test_a_pattern_takes_no_time():
     assert lora_targets._matches("*l" * 40 + "*x", "l" * 300 + "x")
 
 
+def test_an_adapter_that_is_not_finite(convert, base, tmp_path):
+    adapter = tmp_path / "adapter"
+    assert convert("megatron2hf", REAL / "lora_tp2", adapter, "--adapter", "only").code == 0
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    next(tensor for key, tensor in tensors.items() if "lora_B" in key)[1, 2] = np.nan
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    ran = convert("peft2megatron", base, adapter, tmp_path / "no", "--lora", "canonical")
+    refused(ran, 5, "NaN or infinity")
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize("place", ["mlp.router", "mlp.experts.experts", "cross_attention"])
 def test_an_adapter_of_other_modules(convert, tmp_path, place):
     """A router, experts of a model that has none, and what the model has not."""

@@ -14,15 +14,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from formats.deepspeed import duplicate_partitions, universal
 from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import universal
 from formats.deepspeed.flat_pieces import flat_piece, whole_of
 from formats.deepspeed.partitions import flat_fragment
 from formats.disk.safetensors import FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Piece
 from formats.layout.pieces import Scattered, single_piece, whole_part
-from formats.torch_files import saved_names
+from formats.torch_files import duplicate_files, saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.saves import require_same
@@ -192,7 +192,7 @@ def frozen(files: Sequence[TorchFile]) -> dict[str, Scattered]:
                 pieces.append(flat_piece(fragment, 0, start, stop))
             start = stop
         tensors[name] = whole_of(name, shape, pieces, fragment)
-    duplicate_partitions.require_own(parts.items())
+    duplicate_files.require_own(parts.items())
     return tensors
 
 

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.deepspeed import duplicate_partitions, eight_bits, muon
+from formats.deepspeed import eight_bits, muon
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.flat_pieces import flat_piece, whole_of
 from formats.deepspeed.steps import number, steps_by_group
@@ -37,7 +37,7 @@ from formats.optimizer import (
     required_states,
     whose,
 )
-from formats.torch_files import saved_names
+from formats.torch_files import duplicate_files, saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE
@@ -132,7 +132,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) 
                 "files of another run",
                 "remove those that are older than the others",
             )
-    duplicate_partitions.require_own((partition.path, partition.flats) for partition in partitions.values())
+    duplicate_files.require_own((partition.path, partition.flats) for partition in partitions.values())
     return [partitions[rank] for rank in sorted(partitions)]
 
 

@@ -470,6 +470,32 @@ def test_the_file_of_each_rank_is_needed(convert, tmp_path, name):
         refused(convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", *options(name)), 3, says)
 
 
+@pytest.mark.parametrize("name", ["tp2", "tp2_pp2", "moe_dp2_zero", "dp3_zero", "tp2_pp2_dp2_zero"])
+def test_the_file_of_another_rank(convert, tmp_path, name):
+    """It was saved again under the name of the next rank of its stage, so that its archive does not tell."""
+    import torch
+
+    folder = shutil.copytree(HERE / name, tmp_path / "run")
+    first, second = sorted((folder / "3/optimizer").glob("*.pt"))[:2]
+    torch.save(torch.load(first, weights_only=False), second)
+    ran = convert("hf2fsdp", folder, tmp_path / "no", "--with-optimizer", *options(name))
+    refused(ran, 3, first.name, second.name, "hold the same elements: one is a copy of the other")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("name", ["tp2", "moe_dp2_zero"])
+def test_ranks_whose_moments_are_alike(convert, tmp_path, name):
+    """All of them are zeros, as of a training whose gradients were."""
+
+    def zeros(saved: State) -> None:
+        for about in saved["state"].values():
+            about.update({state: about[state] * 0 for state in ("exp_avg", "exp_avg_sq")})
+
+    folder = damaged(tmp_path, name, zeros)
+    ran = convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", *options(name))
+    assert ran.code == 0, ran.err
+
+
 def test_files_that_are_cut_off_or_have_other_names(convert, tmp_path):
     first, second = (f"optimizer_pp-0-of-1_tp-{rank}-of-2_exp-0-of-1.pt" for rank in (0, 1))
 

@@ -22,7 +22,7 @@ files of v0.5. Checkpoints of its trainer, and the states it had in memory, are 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -40,6 +40,7 @@ from formats.layout.placed import files_of
 from formats.layout.slots import Slot
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES, Group, Optimizer, group_of, number_of, refusal_hint, states_by, whose
+from formats.torch_files import duplicate_files
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import TensorRef
@@ -110,6 +111,8 @@ def read(source: Checkpoint) -> Optimizer:
     if "dp" in sizes:
         _require_intervals(folder, shares, by_rank[0], sizes["dp"])
     state_names = _kept(shares)
+    cut = {slot.keys[0] for slot in by_rank[sizes["tp"] - 1] if not slot.replica}  # no copies of the first rank's
+    duplicate_files.require_own((share.file.path, _fragments(share, cut)) for share in shares.values())
     checkpoints = {}
     for state in state_names:
         pieces = [
@@ -265,6 +268,16 @@ def _settings(file: TorchFile) -> dict[int, Group]:
                 raise SourceError(f"{file.path}: parameter {short(number)} is in two groups of its optimizer")
             settings[number] = group
     return settings
+
+
+def _fragments(share: Share, keys: Collection[str]) -> list[Fragment]:
+    """Return the states of some parameters in the file of a rank."""
+    return [
+        share.file.fragment(ref, f"{state} of {key}")
+        for state, refs in share.states.items()
+        for key, ref in refs.items()
+        if key in keys
+    ]
 
 
 def _kept(shares: Mapping[Ranks, Share]) -> list[str]:

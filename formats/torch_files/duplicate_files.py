@@ -1,6 +1,7 @@
-"""A file of ZeRO that was saved again under the name of another rank: both hold the same elements.
+"""A file of torch that was saved again under the name of another rank: both hold the same elements.
 
-The parts are those of the optimizer states, or in stage 3 of the frozen parameters in the model files.
+Of ZeRO the parts are those of the optimizer states, or in stage 3 of the frozen parameters in the model files; of
+nanotron the states of the parameters that are cut over the ranks.
 
 torch.save keeps a CRC-32 of each storage, so the files are compared without reading them. What is alike on two ranks by
 itself has one value throughout: a group that begins at zeros or ones, or has no elements on a rank.
@@ -22,7 +23,8 @@ def require_own(partitions: Iterable[tuple[Path, Sequence[Fragment]]]) -> None:
     """No two ranks hold the same elements.
 
     Args:
-        partitions: the file of each rank, and its part of each flat group, of each state; or of each frozen parameter.
+        partitions: the file of each rank, and its part of each flat group, of each state; or of each frozen or cut
+            parameter.
 
     Raises:
         SourceError: two do, and not one value throughout.

@@ -283,10 +283,11 @@ def make_plan(
     jobs = []
     padded = source.padded_vocab
     moment = next((state for state in STATES[1:] if state == source.settings.weights), "")
-    boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
-    for (tensor, layer, held_shape), (_, _, shape) in boxes:
+    shapes = {(tensor, layer): shape for tensor, layer, shape in (spec or source.spec).boxes(padded)}
+    for tensor, layer, held_shape in source.spec.boxes(padded):
         if tensor in source.without:
             continue
+        shape = shapes[tensor, layer]
         name = tensor if layer is None else f"{tensor}.{layer}"
         nothing: Copies = {} if prod(shape) else {ORIGINAL: Parts(tensor)}
         sources = source_parts.get((tensor, layer), nothing)

@@ -27,7 +27,7 @@ from formats.megatron.args.options import Options, main_dtype
 from formats.megatron.args.table import conditions, described
 from formats.megatron.pipeline import Pipeline
 from formats.model.checks import lost_setting
-from formats.model.codec import Context, read, rows, single, write
+from formats.model.codec import Codec, Context, Spelled, read, rows, single, write
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_float, positive_int
 from formats.torch_files.pickle_values import Dtype, Opaque, is_plain
@@ -69,6 +69,21 @@ def _read_scaling(value: Any, context: Context) -> Mapping[str, Any] | None:
     return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
+def _flash(key: str) -> Codec:
+    """A codec of whether attention is flash-attn's, which alone has the window (model/transformer.py:517)."""
+
+    def read_flash(spelled: Spelled, context: Context) -> None:
+        window, length = context.values["sliding_window"], context.file.get("seq_length")
+        if type(window) is type(length) is int and length > window and spelled.get(key) is False:
+            raise UnsupportedError(
+                f"{context.where}: sliding_window_size = {window} with seq_length = {length} and {key} = False: in "
+                "Megatron-LLM flash-attn alone keeps to a window",
+                f"--set sliding_window=none (the stock tree) or --set sliding_window={window}",
+            )
+
+    return Codec(read_flash, lambda _, context: {key: True} if context.values["sliding_window"] else {})
+
+
 TABLE = rows(
     """
 layers            num_layers|encoder_num_layers
@@ -81,6 +96,7 @@ max_positions     max_position_embeddings
 norm_epsilon      layernorm_epsilon
 rope_theta        rope_theta                                  default 10000.0
 sliding_window    sliding_window_size
+-                 use_flash_attn                              true with a window
 -                 glu_activation                              = "swiglu"
 -                 use_rms_norm                                = true
 -                 position_embedding_type                     = "rotary"
@@ -95,6 +111,7 @@ vocab             true_vocab_size
 """,
     {
         "must be hidden / heads": single(_read_head_dim),
+        "true with a window": _flash,
         "linear factor": single(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
     },
 )
@@ -151,6 +168,8 @@ def from_args(
     stated = {**dict.fromkeys(ONLY_SAID), **args}
     if _is_rotary(args.get("position_embedding_type")):
         stated["position_embedding_type"] = "rotary"
+    if release or "sliding_window" in settings.values:
+        stated["use_flash_attn"] = None
     own = {*OWN, *RUN.split()}
     judged = {name for row in TABLE if row.setting == "-" for names in row.keys for name in names}
     notes = fields.require_understood(args, where, understood=judged, own=own, accept=settings.accept)
@@ -347,6 +366,7 @@ def flags(args: Mapping[str, Any]) -> str:
         f"--rope_theta {args['rope_theta']}",
         f"--rope_scaling_factor {args['rope_scaling_factor']}",
     ]
+    lines += ["--use_flash_attn"] if args["sliding_window_size"] else []
     lines += ["--bf16"] if args["bf16"] else ["--fp16"] if args["fp16"] else []
     lines += ["--no_load_optim", "--no_load_rng"] if args["iteration"] != "release" else []
     return "\n".join(lines) + "\n"

@@ -87,11 +87,13 @@ def test_args_are_those_of_upstream(convert, tmp_path, name):
             "--true-vocab-size", 130)  # fmt: skip
     ours, theirs = (open_checkpoint(path).details.args for path in (tmp_path / "m", HERE / name / "sharded"))
     differing = {key for key in ours.keys() & theirs.keys() if str(ours[key]) != str(theirs[key])}
-    assert differing == {"hidden_dropout", "attention_dropout", "perform_initialization", "position_embedding_type"}
+    unlike = {"hidden_dropout", "attention_dropout", "perform_initialization", "position_embedding_type"}
+    assert differing == unlike | ({"use_flash_attn"} if name == "mistral" else set())  # without it there is no window
     assert ours.keys() - theirs.keys() == {"bias_droput_fusion", "true_vocab_size", "iteration"}
     flags = (tmp_path / "m/megatron_flags.txt").read_text().splitlines()
     assert flags == ["--use_checkpoint_args", f"--model_name {name}", "--layernorm_epsilon 1e-05",
-                     "--rope_theta 10000.0", "--rope_scaling_factor 1.0", "--bf16"]  # fmt: skip
+                     "--rope_theta 10000.0", "--rope_scaling_factor 1.0",
+                     *(["--use_flash_attn"] if name == "mistral" else []), "--bf16"]  # fmt: skip
 
 
 # --- from Megatron-LLM -----------------------------------------------------------------------------------------------
@@ -172,6 +174,20 @@ def test_a_window_keeps_its_number_and_is_told(convert, tmp_path):
         assert note in convert("megatron2hf", run, tmp_path / "hf", "--config", HERE / "mistral/hf", "--force").err
     assert convert("reshard", tmp_path / "m", tmp_path / "two", "--tp", 2).err.count(note) == 1
     assert "sliding_window" not in convert("megatron2hf", HERE / "llama2/raw", tmp_path / "llama").err
+
+
+def test_a_window_without_flash_attention():
+    """Stock layers see all tokens then (model/transformer.py:517), of which a training of longer texts would tell."""
+    known = open_checkpoint(HERE / "mistral/sharded", Settings(config=HERE / "mistral/hf")).details.args
+
+    def window(*, flash: bool, **settings: Any) -> int | None:
+        args = known | {"seq_length": 8192, "use_flash_attn": flash}
+        return megatron_llm.from_args(args, Settings(values=settings), None, None, False, "x").sliding_window
+
+    assert window(flash=True) == 4096
+    with pytest.raises(UnsupportedError, match="window_size = 4096 with seq_length = 8192 and use_flash_attn = False"):
+        window(flash=False)
+    assert [window(flash=False, sliding_window=value) for value in (None, 4096)] == [None, 4096]
 
 
 def test_an_unknown_vocabulary_is_asked_for(convert, tmp_path):

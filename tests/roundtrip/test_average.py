@@ -259,6 +259,26 @@ def test_shapes_of_a_model_without_a_table(convert, tmp_path):
     assert (ran.code, f"1 tensor differs in shape, such as {name}" in ran.err) == (5, True), ran.err
 
 
+def test_tensors_in_another_order_and_names_of_another_file(convert, tmp_path):
+    """A DCP lists the tensors of a model without a table in another order than its Hugging Face files."""
+    import torch.distributed.checkpoint as dcp
+
+    with quiet():
+        made = build("opt", 3)
+        made.save_pretrained(tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    other = {name: tensor * 3 for name, tensor in made.state_dict().items()}
+    dcp.save({"model": other}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    shutil.copy(tmp_path / "hf/config.json", tmp_path / "dcp")
+    for pair in (("hf", "dcp"), ("dcp", "hf")):
+        ran = convert(
+            "average", *(tmp_path / name for name in pair), tmp_path / "out", "--to", "huggingface", "--force"
+        )
+        assert ran.code == 0, ran.err
+        mean = load_file(tmp_path / "out/model.safetensors")
+        assert all(np.array_equal(mean[name], (tensor + 3 * tensor) / 2) for name, tensor in weights.items())
+
+
 def test_names_that_change_on_the_way(convert, tmp_path):
     with quiet():
         build("phimoe", 3).save_pretrained(tmp_path / "hf")

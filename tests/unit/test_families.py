@@ -147,6 +147,16 @@ def test_what_the_class_of_phi3_takes_for_the_base_of_its_rotation(keys):
     assert AutoConfig.for_model(**changed).rope_parameters["rope_theta"] == 3.0
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_dense"])
+@pytest.mark.parametrize("key", ["time_step_min", "mamba_dt_min"])
+def test_the_smallest_step_of_a_nemotron_h(name, key):
+    """Two spellings (configuration_nemotron_h.py `__post_init__`) of a limit that Megatron does not have."""
+    config = settings_of(name)
+    assert from_huggingface({**config, key: 0.001}, {}, "config.json").family == name
+    with pytest.raises(UnsupportedError, match=f"{key} = 0.5 is not supported"):
+        from_huggingface({**config, key: 0.5}, {}, "config.json")
+
+
 def test_a_config_that_names_no_layers_with_a_window_stays_as_it_is():
     settings = {**config("ministral"), "layer_types": None}
     spec = from_huggingface(settings, {}, "config.json")

@@ -228,6 +228,52 @@ def test_the_command_asks_about_such_a_run(model, convert, tmp_path):
     assert convert("megatron2hf", fused_off, tmp_path / "hf2").code == 0
 
 
+def test_a_window_of_local_layers_is_not_left_to_the_fused_softmax():
+    """It minds no window up to 4,096 tokens in half precision (0.19.2, fusions/fused_softmax.py)."""
+    local, engine = (args_of("mistral", Options(norm=norm, computed="bfloat16")) for norm in ("local", "te"))
+    assert "--no-masked-softmax-fusion" in flags(local)
+    assert "--no-masked-softmax-fusion" not in flags(engine) + flags(args_of("llama", Options(norm="local")))
+    fused, window = {"masked_softmax_fusion": True, "seq_length": 64}, spec_of("mistral").sliding_window
+    for args in (local | {"seq_length": 64}, engine | fused, local | fused | {"seq_length": window},
+                 local | fused | {"bf16": False}, local | fused | {"seq_length": 8192}):  # fmt: skip
+        assert from_megatron(trained(args, "0.19"), {}, None, "args").sliding_window == window
+    with pytest.raises(
+        RefusedError, match=r"window_size = .7, 0. with seq_length = 64, and the fused softmax"
+    ) as raised:
+        from_megatron(trained(local | fused, "0.19"), {}, None, "args")
+    assert "--set sliding_window=none" in raised.value.hint
+    for value in (None, window):
+        setting = {"sliding_window": value}
+        assert from_megatron(trained(local | fused, "0.19"), setting, None, "args").sliding_window == value
+
+
+def test_the_fused_softmax_of_stock_megatron_minds_no_window():
+    """Its own class says that the kernel would be taken, whatever the window is."""
+    fused_softmax = pytest.importorskip("megatron.core.fusions.fused_softmax", reason="megatron-core is not installed")
+    from megatron.core.transformer.enums import AttnMaskType
+
+    answers = set()
+    for window in (None, (7, 0)):
+        softmax = fused_softmax.FusedScaleMaskSoftmax(
+            False, True, AttnMaskType.causal, True, None, True, None, window_size=window
+        )
+        softmax.get_batch_per_block = lambda *_: 4
+        answers.add(softmax.is_kernel_available(None, 4, 4, 64, 64))
+    assert answers == {True}
+
+
+@pytest.mark.parametrize("option", ["use_te_activation_func", "use_transformer_engine_op_fuser"])
+def test_an_exact_gelu_that_transformer_engine_computed_is_asked_for(option):
+    args = trained(args_of("gpt2-untied", activation_function="gelu"), "0.19")
+    assert from_megatron(args, {}, None, "args").activation == "gelu"
+    with pytest.raises(RefusedError, match=f"{option} = True with bias_gelu_fusion = False") as raised:
+        from_megatron(args | {option: True}, {}, None, "args")
+    assert "--set activation=gelu_pytorch_tanh" in raised.value.hint
+    for name in ("gelu", "gelu_new"):
+        assert from_megatron(args | {option: True}, {"activation": name}, None, "args").activation == name
+    assert from_megatron(trained(args_of("llama"), "0.19") | {option: True}, {}, None, "args").family == "llama"
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_version_of_a_checkpoint(version):
     assert version_of(trained(args_of(), version)) == version

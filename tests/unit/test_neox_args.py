@@ -19,6 +19,7 @@ PYTHIA: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "max_position_embeddings": 2048, "pos_emb": "rotary",
     "rotary_pct": 0.25, "no_weight_tying": True, "gpt_j_residual": True,
 }  # fmt: skip
+FLASH = {"attention_config": [[["flash"], 2]]}
 GPT2 = {key: value for key, value in PYTHIA.items() if key not in ("pos_emb", "rotary_pct", "gpt_j_residual")}
 
 
@@ -29,7 +30,7 @@ def spec(config: dict[str, Any], *, biases: bool = False, **settings: Any) -> An
 def test_a_llama():
     model = spec(LLAMA)
     assert (model.family, model.kv_heads, model.norm_epsilon, model.tied) == ("llama", 4, 3e-6, False)
-    assert spec(LLAMA | {"sliding_window_width": 512}).family == "mistral"
+    assert spec(LLAMA | {"sliding_window_width": 512} | FLASH).family == "mistral"
 
 
 def test_a_window_is_as_wide_as_in_neox():
@@ -38,7 +39,7 @@ def test_a_window_is_as_wide_as_in_neox():
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     mask = torch.triu(torch.tril(torch.ones(9, 9)), diagonal=-3) >= 0.5
-    model = spec(LLAMA | {"sliding_window_width": 3})
+    model = spec(LLAMA | {"sliding_window_width": 3} | FLASH)
     sees = sliding_window_causal_mask_function(model.sliding_window)
     theirs = [[bool(sees(0, 0, torch.tensor(row), torch.tensor(column))) for column in range(9)] for row in range(9)]
     assert torch.equal(mask, torch.tensor(theirs))
@@ -47,6 +48,22 @@ def test_a_window_is_as_wide_as_in_neox():
     assert (spec(LLAMA | {"sliding_window_width": 3}, sliding_window=3).sliding_window, spec(LLAMA).notes) == (3, ())
     with pytest.raises(SourceError, match="sliding_window_width = 0"):
         spec(LLAMA | {"sliding_window_width": 0})
+
+
+@pytest.mark.parametrize(
+    "kinds", [None, [[["global"], 3]], [[["flash", "global"], "all"]], [[["flash"], 2], [["global"], 1]]]
+)
+def test_only_flash_attention_keeps_to_a_window(kinds):
+    """Other layers get a mask without it, or a softmax that reads no mask (training.py:523, fused_softmax.py:162)."""
+    config = LLAMA | {"sliding_window_width": 7, "attention_config": kinds, "seq_length": 64}
+    with pytest.raises(UnsupportedError, match=r"sliding_window_width = 7 with seq_length = 64 and .* global"):
+        spec(config)
+    assert spec(config | {"seq_length": 8}).sliding_window == 8  # no text was longer than the window
+    for window in (None, 8):
+        model = spec(config, sliding_window=window)
+        again = to_neox(model, 1, 0, 1, config)
+        assert (model.sliding_window, spec(again).sliding_window) == (window, window)
+        assert again["attention_config"] == ([[["flash"], 2]] if window else kinds)
 
 
 def test_what_neox_takes_when_a_key_is_absent():
@@ -117,7 +134,7 @@ def test_yarn_turns_as_in_the_fork(factor, scale):
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA, LLAMA | {"num_kv_heads": 8}, LLAMA | {"sliding_window_width": 512}, PYTHIA, GPT2]
+    "config", [LLAMA, LLAMA | {"num_kv_heads": 8}, LLAMA | {"sliding_window_width": 512} | FLASH, PYTHIA, GPT2]
 )
 def test_what_is_written_is_read_as_the_same(config):
     model = spec(config, biases="norm" not in config)

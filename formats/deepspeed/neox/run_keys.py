@@ -16,7 +16,7 @@ from formats.errors import UnsupportedError, short
 
 OF_MODEL = {
     *(name for row in ROWS for names in row.keys for name in names), *NEOX_ONLY, *YARN_USUAL, YARN_ORIGINAL,
-    "yarn_factor", "attention_config", "mlp_type", "expansion_factor", "seq_length", "make_vocab_size_divisible_by",
+    "yarn_factor", "mlp_type", "expansion_factor", "seq_length", "make_vocab_size_divisible_by",
     "model_parallel_size", "pipe_parallel_size",
 }  # fmt: skip
 """Keys that are read, or refused if their value is not supported."""

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from formats.errors import UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, short
 from formats.model.codec import Codec, Context, Maker, Spelled, rows, scalar, single
-from formats.model.values import positive_float, positive_int
+from formats.model.values import MOST_LAYERS, positive_float, positive_int
 
 TABLE = """
 layers               num_layers
@@ -28,6 +28,7 @@ rope_theta           rotary_emb_base            integer if whole     rotary
 tied                 no_weight_tying            opposite
 kv_heads             num_kv_heads               absent if heads
 sliding_window       sliding_window_width       without the token itself
+-                    attention_config           flash with a window
 -                    norm                       write "rmsnorm"      rms
 -                    norm                       write "layernorm"    layernorm
 norm_epsilon         rms_norm_epsilon           number               rms
@@ -90,6 +91,47 @@ def window(key: str) -> Codec:
         lambda spelled, context: positive_int(spelled[key], key, context.where) + 1 if key in spelled else None,
         lambda value, context: {key: value - 1} if value else dict.fromkeys({key} & {*context.file}),
     )
+
+
+def attention_kinds(value: Any, where: str) -> set[Any]:
+    """The kinds of attention in an attention_config; NeoX writes it as `[[["global"], 3]]`, for 3 layers or `all`.
+
+    Raises:
+        SourceError: it is no list of layers.
+    """
+    kinds, rest = set[Any](), [value or "global"]
+    for _ in range(MOST_LAYERS):
+        if not rest:
+            return kinds
+        kind = rest.pop()
+        if isinstance(kind, list):
+            rest += kind
+        elif kind != "all" and type(kind) is not int:
+            kinds.add(kind if isinstance(kind, str) else short(kind))
+    raise SourceError(f"{where}: its attention_config is no list of layers")
+
+
+def flash(key: str) -> Codec:
+    """A codec of the kinds of attention: flash in all layers of a model with a window, for no other kind keeps to it.
+
+    Without a pipeline the mask of other layers has no window (training.py:523-531), and fused softmax reads no mask
+    (fused_softmax.py:162-178); flash-attn has it (transformer.py:602).
+    """
+
+    def read_kinds(spelled: Spelled, context: Context) -> None:
+        window, length = context.values["sliding_window"], context.file.get("seq_length")
+        others = attention_kinds(spelled.get(key), context.where) - {"flash"}
+        if window is not None and others and not (type(length) is int and length <= window):
+            raise UnsupportedError(
+                f"{context.where}: {WINDOW} = {window - 1} with seq_length = {short(length)} and attention of the kind "
+                f"{', '.join(sorted(others))}: in GPT-NeoX flash alone keeps to a window",
+                f"--set sliding_window=none (the stock tree) or --set sliding_window={window}",
+            )
+
+    def write_kinds(_: Any, context: Context) -> Spelled:
+        return {key: [[["flash"], context.values["layers"]]]} if context.values["sliding_window"] else {}
+
+    return Codec(read_kinds, write_kinds)
 
 
 def inner(key: str, ratio: int = 1) -> Codec:
@@ -159,6 +201,7 @@ CODECS: Mapping[str, Maker] = {
     ),
     "absent if heads": groups,
     "without the token itself": window,
+    "flash with a window": flash,
     "ffn": inner,
     "3 * ffn": lambda key: inner(key, 3),
     "YaRN": yarn,

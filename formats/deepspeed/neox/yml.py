@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from formats.deepspeed.neox.settings_table import CONDITIONS, FUSED, ROWS, WINDOW, number, yarn_of
+from formats.deepspeed.neox.settings_table import CONDITIONS, FUSED, ROWS, WINDOW, attention_kinds, number, yarn_of
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.model.checks import checked, lost_setting
 from formats.model.codec import read, write
 from formats.model.settings import corrected
 from formats.model.spec import ModelSpec
-from formats.model.values import MOST_LAYERS, positive_float, positive_int
+from formats.model.values import positive_float, positive_int
 
 DEFAULTS = {
     "rotary_emb_base": 10000, "no_weight_tying": False, "rms_norm_epsilon": 1e-8, "layernorm_epsilon": 1e-5,
@@ -164,22 +164,14 @@ def _kind_of(config: Mapping[str, Any], conditions: Collection[str], biases: boo
 
 
 def _require_dense(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a yml in which a layer has no plain causal attention; NeoX writes it as `[[["global"], 3]]`, for 3 layers.
+    """Refuse a yml in which a layer has no plain causal attention.
 
     Raises:
         UnsupportedError: a layer has another kind of attention.
         SourceError: attention_config is no list of layers.
     """
-    rest = [config.get("attention_config") or "global"]
-    for _ in range(MOST_LAYERS):
-        if not rest:
-            return
-        kind = rest.pop()
-        if isinstance(kind, list):
-            rest += kind
-        elif kind not in DENSE and type(kind) is not int:
-            raise UnsupportedError(f"{where}: attention of the kind {short(kind)} is not supported")
-    raise SourceError(f"{where}: its attention_config is no list of layers")
+    for kind in attention_kinds(config.get("attention_config"), where) - {*DENSE}:
+        raise UnsupportedError(f"{where}: attention of the kind {kind} is not supported")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

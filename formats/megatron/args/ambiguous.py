@@ -16,6 +16,10 @@ from formats.megatron.args.table import PATTERN
 from formats.megatron.args.versions import FAILS, by_name, effective_args, ignored, version_of
 from formats.model.spec import ModelSpec
 
+FUSED_TOKENS = 4096
+"""Most keys of which Megatron's fused softmax computes the probabilities."""
+TE_GELU = ("use_te_activation_func", "use_transformer_engine_op_fuser")
+"""Options by which Transformer Engine computes the activation."""
 Args = Mapping[str, Any]
 Scaling = Mapping[str, Any] | None
 
@@ -83,6 +87,55 @@ def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | 
     raise RefusedError(
         f"{where}: Megatron-LM {version} made these args, whose stock tree does not compute {asked}", " or ".join(ways)
     )
+
+
+def require_window(args: Args, window: int | None, where: str) -> None:
+    """Refuse a window that the fused softmax of local layers did not heed.
+
+    `FusedScaleMaskSoftmax.is_kernel_available` (megatron-core 0.19.2, fusions/fused_softmax.py) minds no window: in
+    half precision, up to 4,096 tokens, a query of local layers sees all tokens before it.
+
+    Args:
+        args: the args of the checkpoint.
+        window: the window that they specify, in tokens; None without one.
+        where: what to call the file in an error.
+
+    Raises:
+        RefusedError: they specify a window, and the softmax is fused.
+    """
+    length, given = args.get("seq_length"), short(args.get("window_size"))
+    half = bool(args.get("bf16") or args.get("fp16"))
+    fused = half and args.get("masked_softmax_fusion") is True and args.get("transformer_impl") == "local"
+    if version_of(args) is None or not fused or window is None or type(length) is not int:
+        return
+    if max(16, window) < length <= FUSED_TOKENS:
+        raise RefusedError(
+            f"{where}: window_size = {given} with seq_length = {length}, and the fused softmax of local layers "
+            f"(masked_softmax_fusion) keeps to no window up to {FUSED_TOKENS} tokens",
+            f"--set sliding_window=none (the stock tree) or --set sliding_window={window} (a tree that heeds it)",
+        )
+
+
+def require_gelu(args: Args, activation: str | None, where: str) -> None:
+    """Refuse an exact GELU where Transformer Engine computed the activation: it has the approximation with tanh alone.
+
+    Facts: megatron-core 0.19.2, extensions/transformer_engine.py; Transformer Engine 2.9, common/util/math.h `gelu`.
+
+    Args:
+        args: the args of the checkpoint.
+        activation: the activation that they specify.
+        where: what to call the file in an error.
+
+    Raises:
+        RefusedError: they specify the exact GELU, and an option by which Transformer Engine computes it.
+    """
+    fused = [name for name in TE_GELU if args.get(name) is True]
+    if fused and activation == "gelu" and version_of(args) and args.get("transformer_impl") == "transformer_engine":
+        raise RefusedError(
+            f"{where}: {fused[0]} = True with bias_gelu_fusion = False: GELU is the exact one in these args, and the "
+            "approximation with tanh in Transformer Engine, which computed it",
+            "--set activation=gelu_pytorch_tanh (gelu_new for GPT-2) or --set activation=gelu",
+        )
 
 
 def _reading(args: Args, read: Callable[[Args], Scaling]) -> tuple[Scaling] | None:

@@ -98,12 +98,18 @@ def _read_window(spelled: Any, context: Context) -> int | None:
     raise UnsupportedError(f"{context.where}: {given} is not supported, only (left, 0)")
 
 
+def _unfused(key: str) -> Codec:
+    """A codec of the fused softmax, which `ambiguous.require_window` judges: false in a model with a window."""
+    return Codec(lambda *_: None, lambda _, context: {key: False} if context.values["sliding_window"] else {})
+
+
 CODECS: Mapping[str, Maker] = {
     "no-RoPE layers": _named(1, _last, int, bool, even=True),
     "full-attention layers": full,
     "linear layers": _named(1, lambda layer, step: bool((layer + 1) % step), int),
     "MoE frequency": _named(0, lambda layer, step: bool(layer % step), int, absent=1),
     "layer types": single(_read_kinds, _write_kinds),
+    "not with a window": _unfused,
     "left window": single(_read_window, lambda tokens, _: None if tokens is None else (tokens - 1, 0)),
 }
 """The codecs by name.

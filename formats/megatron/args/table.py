@@ -74,6 +74,7 @@ qk_norm            qk_layernorm                                    flag         
 nope_layers        no_rope_freq                                    no-RoPE layers
 sliding_window     window_size                                     left window
 full_layers        window_attn_skip_freq window_size               full-attention layers
+-                  masked_softmax_fusion                           not with a window
 -                  seq_length                                      write max_positions
 -                  vocab_size                                      write vocab
 vocab              true_vocab_size

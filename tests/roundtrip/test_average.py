@@ -271,9 +271,7 @@ def test_tensors_in_another_order_and_names_of_another_file(convert, tmp_path):
     dcp.save({"model": other}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     shutil.copy(tmp_path / "hf/config.json", tmp_path / "dcp")
     for pair in (("hf", "dcp"), ("dcp", "hf")):
-        ran = convert(
-            "average", *(tmp_path / name for name in pair), tmp_path / "out", "--to", "huggingface", "--force"
-        )
+        ran = convert("average", *(tmp_path / name for name in pair), tmp_path / "out", "--force")
         assert ran.code == 0, ran.err
         mean = load_file(tmp_path / "out/model.safetensors")
         assert all(np.array_equal(mean[name], (tensor + 3 * tensor) / 2) for name, tensor in weights.items())

@@ -22,6 +22,7 @@ from formats.megatron.args.args import from_megatron, to_megatron
 from formats.megatron.args.flags import faults, flags, remarks
 from formats.megatron.args.options import Options, namespace
 from formats.megatron.args.versions import DEVIATIONS, IGNORED, OPTIONS, VERSIONS, WROTE, ignored, version_of
+from formats.torch_files.pickle_values import Opaque
 from tests.megatron_runs import with_args
 from tests.models import IN_MEGATRON, LATENT_YARN, LLAMA3, PLAIN_YARN, YARN, files, settings_of
 
@@ -126,6 +127,8 @@ def test_older_releases_are_told_what_newer_ones_take_from_the_checkpoint():
     assert "--rope-type rope" in flags(args, "0.14")
     assert "--rope-type" not in flags(args, "0.13")  # where it is YaRN with a factor of 1
     assert "--rotary-scaling-factor 1.0" in flags(args, "0.13")
+    assert "--no-rope-fusion" in flags(args)  # which rotates by YaRN alone, and stops a run of plain rope
+    assert "--no-rope-fusion" not in flags(args_of("deepseek_v3")) + flags(args_of())
 
 
 @pytest.mark.parametrize(
@@ -247,6 +250,22 @@ def test_a_window_of_local_layers_is_not_left_to_the_fused_softmax():
         assert from_megatron(trained(local | fused, "0.19"), setting, None, "args").sliding_window == value
 
 
+def test_a_window_of_attention_that_is_not_of_transformer_engine():
+    """`--attention-backend local` takes megatron-core's own in layers of Transformer Engine (0.19.2, models/gpt.py)."""
+    backends = {number: Opaque("megatron.core.transformer.enums", "AttnBackend", (number,)) for number in (1, 4, 5)}
+    fused = {"masked_softmax_fusion": True, "seq_length": 64}
+    args = trained(args_of("mistral", Options(computed="bfloat16")), "0.19") | fused
+    for number in (1, 5):
+        assert from_megatron(args | {"attention_backend": backends[number]}, {}, None, "args").sliding_window
+    own = args | {"attention_backend": backends[4]}
+    with pytest.raises(RefusedError, match=r"the fused softmax .* of attention_backend = local keeps to no window"):
+        from_megatron(own, {}, None, "args")
+    assert from_megatron(own | {"masked_softmax_fusion": False}, {}, None, "args").sliding_window
+    assert from_megatron(args | {"window_size": (7, -1)}, {}, None, "args").sliding_window == 8
+    with pytest.raises(UnsupportedError, match=r"window_size = .7, -1. with attention_backend = local"):
+        from_megatron(own | {"window_size": (7, -1)}, {}, None, "args")
+
+
 def test_the_fused_softmax_of_stock_megatron_minds_no_window():
     """Its own class says that the kernel would be taken, whatever the window is."""
     fused_softmax = pytest.importorskip("megatron.core.fusions.fused_softmax", reason="megatron-core is not installed")
@@ -272,6 +291,18 @@ def test_an_exact_gelu_that_transformer_engine_computed_is_asked_for(option):
     for name in ("gelu", "gelu_new"):
         assert from_megatron(args | {option: True}, {"activation": name}, None, "args").activation == name
     assert from_megatron(trained(args_of("llama"), "0.19") | {option: True}, {}, None, "args").family == "llama"
+
+
+def test_norms_around_zero_to_which_a_run_added_no_one_are_refused():
+    args = trained(args_of("qwen3_next"), "0.19") | {"batch_invariant_mode": True}
+    with pytest.raises(UnsupportedError, match="batch_invariant_mode = True with apply_layernorm_1p = True") as raised:
+        from_megatron(args, {}, None, "args")
+    assert raised.value.hint.startswith("--accept batch_invariant_mode ")
+    accepted = from_megatron(args, {}, None, "args", accept=("batch_invariant_mode",))
+    assert any("batch_invariant_mode = True is taken as False" in note for note in accepted.notes)
+    assert from_megatron(args | {"batch_invariant_mode": False}, {}, None, "args").family == "qwen3_next"
+    llama = trained(args_of(), "0.19") | {"batch_invariant_mode": True}
+    assert from_megatron(llama, {}, None, "args").family == "llama"
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -8,16 +8,19 @@ made were written by a converter, and nobody trained with them: every save of Me
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
+from formats.megatron.args.layers import own_attention
 from formats.megatron.args.table import PATTERN
 from formats.megatron.args.versions import FAILS, by_name, effective_args, ignored, version_of
 from formats.model.spec import ModelSpec
 
 FUSED_TOKENS = 4096
 """Most keys of which Megatron's fused softmax computes the probabilities."""
+INVARIANT = "batch_invariant_mode"
+"""The option that replaces the RMSNorm of Transformer Engine."""
 TE_GELU = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 """Options by which Transformer Engine computes the activation."""
 Args = Mapping[str, Any]
@@ -90,10 +93,10 @@ def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | 
 
 
 def require_window(args: Args, window: int | None, where: str) -> None:
-    """Refuse a window that the fused softmax of local layers did not heed.
+    """Refuse a window that the fused softmax of megatron-core's own attention did not heed.
 
     `FusedScaleMaskSoftmax.is_kernel_available` (megatron-core 0.19.2, fusions/fused_softmax.py) minds no window: in
-    half precision, up to 4,096 tokens, a query of local layers sees all tokens before it.
+    half precision, up to 4,096 tokens, a query sees all tokens before it.
 
     Args:
         args: the args of the checkpoint.
@@ -105,13 +108,13 @@ def require_window(args: Args, window: int | None, where: str) -> None:
     """
     length, given = args.get("seq_length"), short(args.get("window_size"))
     half = bool(args.get("bf16") or args.get("fp16"))
-    fused = half and args.get("masked_softmax_fusion") is True and args.get("transformer_impl") == "local"
-    if version_of(args) is None or not fused or window is None or type(length) is not int:
+    fused, own = half and args.get("masked_softmax_fusion") is True, own_attention(args)
+    if version_of(args) is None or not fused or not own or window is None or type(length) is not int:
         return
     if max(16, window) < length <= FUSED_TOKENS:
         raise RefusedError(
-            f"{where}: window_size = {given} with seq_length = {length}, and the fused softmax of local layers "
-            f"(masked_softmax_fusion) keeps to no window up to {FUSED_TOKENS} tokens",
+            f"{where}: window_size = {given} with seq_length = {length}, and the fused softmax (masked_softmax_fusion) "
+            f"of {own} keeps to no window up to {FUSED_TOKENS} tokens",
             f"--set sliding_window=none (the stock tree) or --set sliding_window={window} (a tree that heeds it)",
         )
 
@@ -136,6 +139,36 @@ def require_gelu(args: Args, activation: str | None, where: str) -> None:
             "approximation with tanh in Transformer Engine, which computed it",
             "--set activation=gelu_pytorch_tanh (gelu_new for GPT-2) or --set activation=gelu",
         )
+
+
+def require_centred(args: Args, values: Mapping[str, Any], accept: Collection[str], where: str) -> list[str]:
+    """Refuse weights of RMSNorm around zero where a run left 1 out, in all norms that are no part of a linear layer.
+
+    `BatchInvariantRMSNormFn.forward` (megatron-core 0.19.2, transformer/custom_layers/batch_invariant_kernels.py)
+    multiplies by the weight as it is stored; the norms in TELayerNormColumnParallelLinear add 1.
+
+    Args:
+        args: the args of the checkpoint.
+        values: the settings that they specify.
+        accept: arguments that the user names, to be treated as if they had a known value.
+        where: what to call the file in an error.
+
+    Returns:
+        Notes for the user, if such a run was accepted.
+
+    Raises:
+        UnsupportedError: the run had such norms, and this was not accepted.
+    """
+    centred = values.get("centred") and not values["layer_norm"]
+    if not centred or args.get(INVARIANT) is not True or version_of(args) is None:
+        return []
+    if INVARIANT in accept:
+        return [f"{INVARIANT} = True is taken as False: stock Megatron adds no 1 to the weights of some norms then"]
+    raise UnsupportedError(
+        f"{where}: {INVARIANT} = True with apply_layernorm_1p = True: stock Megatron adds 1 to the weights of the "
+        "norms in linear layers and of no others then, which no model of transformers does",
+        f"--accept {INVARIANT} for a tree that adds it to all",
+    )
 
 
 def _reading(args: Args, read: Callable[[Args], Scaling]) -> tuple[Scaling] | None:

@@ -76,6 +76,7 @@ def from_megatron(
         ambiguous.require_window(args, values["sliding_window"], where)
     if "activation" not in settings and not settled:
         ambiguous.require_gelu(args, values.get("activation"), where)
+    notes += ambiguous.require_centred(args, values, accept, where) if not settled else []
     if values["learned"] or "state" in traits:
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer

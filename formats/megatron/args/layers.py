@@ -5,7 +5,9 @@ transformer/transformer_config.py `no_rope_freq`, models/gpt/experimental_attent
 `get_linear_attention_pattern`, transformer/utils.py `is_layer_window_attention` and `get_sliding_window_causal_mask`,
 models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`. Transformer Engine 2, pytorch/attention/
 dot_product_attention/utils.py `check_set_window_size`: to its causal masks -1 is no bound, and a right of -1 is 0. To
-the mask of megatron-core's local layers (0.19.2 too) -1 is a number: a token does not see itself.
+the mask of megatron-core's own attention (0.19.2 too) -1 is a number: a token does not see itself. Local layers have
+that attention, and since 0.19 those of Transformer Engine with `--attention-backend local` (megatron/training/models/
+gpt.py `build_model`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from formats.errors import UnsupportedError, short
 from formats.megatron.args.codecs import refusal
 from formats.model.codec import Codec, Context, Maker, single
 from formats.model.values import some_layers
+from formats.torch_files.pickle_values import Opaque
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 Layers = tuple[int, ...]
@@ -85,8 +88,18 @@ def _write_kinds(value: Any, context: Context) -> list[int]:
     return [int(kind == SLIDING) for kind in kinds]
 
 
+def own_attention(args: Mapping[str, Any]) -> str:
+    """The argument with its value by which attention is megatron-core's own, not Transformer Engine's; else empty."""
+    if args.get("transformer_impl") == "local":
+        return "transformer_impl = local"
+    match args.get("attention_backend"):
+        case Opaque(name="AttnBackend", args=(4,)) | "local":
+            return "attention_backend = local"
+    return ""
+
+
 def _read_window(spelled: Any, context: Context) -> int | None:
-    local = context.file.get("transformer_impl") == "local"
+    local = own_attention(context.file)
     match spelled:
         case None:
             return None
@@ -94,7 +107,7 @@ def _read_window(spelled: Any, context: Context) -> int | None:
             return None
         case [int(left), int(right)] if left >= 0 and (right == 0 or (right == -1 and not local)):
             return left + 1
-    given = f"window_size = {short(spelled)}" + (" with transformer_impl = local" if local else "")
+    given = f"window_size = {short(spelled)}" + (f" with {local}" if local else "")
     raise UnsupportedError(f"{context.where}: {given} is not supported, only (left, 0)")
 
 

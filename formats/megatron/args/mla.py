@@ -15,6 +15,7 @@ from formats.errors import RefusedError
 from formats.layout.table import rules
 from formats.megatron.args import indexer
 from formats.megatron.args.codecs import epsilon_of
+from formats.model.codec import Codec
 from formats.model.spec import ModelSpec
 
 RULES = rules("""
@@ -35,6 +36,14 @@ STATES = ("linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 
 
 epsilon = epsilon_of("latents", EPSILON)
+
+
+def rope_fusion(key: str) -> Codec:
+    """A codec of the fused rotation, which says nothing of a model: it rotates by YaRN alone.
+
+    With plain rope `MLATransformerConfig` stops at it (transformer/transformer_config.py, 0.19.2).
+    """
+    return Codec(lambda *_: None, lambda _, context: {} if context.values["rope_scaling"] else {key: False})
 
 
 def require_names(spec: ModelSpec, norm: str, tp: int) -> None:

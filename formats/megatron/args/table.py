@@ -89,6 +89,7 @@ nope_dim           qk_head_dim                                     same         
 rope_dim           qk_pos_emb_head_dim                             same                         latent
 head_dim           v_head_dim                                      same                         latent
 rope_scaling       {rope.LATENT_KEYS}                              latent rope scaling          latent
+-                  apply_rope_fusion                               YaRN alone                   latent
 -                  experimental_attention_variant                  = "dsa"                      indexed
 index_heads        dsa_indexer_n_heads                             same                         indexed
 index_dim          dsa_indexer_head_dim                            same                         indexed
@@ -166,6 +167,7 @@ TABLE = rows(
         "write kv_heads != heads": derived(lambda values: values["kv_heads"] != values["heads"]),
         "grouped heads": single(_read_groups),
         "latent epsilon": mla.epsilon,
+        "YaRN alone": mla.rope_fusion,
         "state epsilon": state_space.epsilon,
         "default 2 hidden / state_dim": state_space.heads,
         "must be 4": state_space.taps,

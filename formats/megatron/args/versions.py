@@ -114,7 +114,7 @@ OPTIONS = (
     Option("dsa_indexer_rotate_activation", True, known="0.19", form="false", when="indexed"),
     Option("dsa_indexer_k_norm_epsilon", known="0.19", when="indexed"),
     Option("sequence_parallel", False, form="true", when="indexed"),
-    Option("apply_rope_fusion", True, form="false", option="no-rope-fusion", when="indexed"),
+    Option("apply_rope_fusion", True, form="false", option="no-rope-fusion", when="latent"),
     Option("attention_output_gate", False, known="0.16", form="true"),
     Option("linear_attention_freq", known="0.16", form="list"),
     Option("linear_num_key_heads", ALWAYS, known="0.16", when="recurrent"),

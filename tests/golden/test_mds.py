@@ -314,6 +314,14 @@ def test_positions_that_are_not_known(convert, tmp_path):
     refused(convert("zero2hf", run, tmp_path / "out"), 4, "position_embedding_type = 'alibi' is not supported")
 
 
+def test_a_gelu_that_is_exact_for_onnx(convert, tmp_path):
+    """Of --onnx-safe the tree makes no fused GELU (megatron/model/transformer.py:135), whatever its arguments say."""
+    run = resaved(tmp_path / "run", lambda value: setattr(value["args"], "onnx_safe", True), "mp_rank*", GPT.name)
+    argv = ["zero2hf", run, tmp_path / "out", "--gqa-layout", "grouped"]
+    refused(convert(*argv), 4, "onnx_safe = True is not supported", "--accept onnx_safe")
+    assert convert(*argv, "--accept", "onnx_safe").code == 0
+
+
 def test_the_optimizer_has_made_the_steps_that_the_engine_counts(convert, tmp_path):
     run = resaved(tmp_path / "run", lambda value: value.update(global_steps=4), "mp_rank*")
     argv = ["zero2hf", run, tmp_path / "out", "--weights", "fp32-master"]

@@ -204,9 +204,20 @@ def test_switches_that_change_what_a_model_computes(key):
     ("key", "value"),
     [
         ("num_experts", 2), ("moe_num_experts", 2), ("num_unique_layers", 1), ("soft_prompt_tuning", {"enabled": True}),
-        ("output_layer_parallelism", "row"), ("train_impl", "rm"),
+        ("output_layer_parallelism", "row"), ("train_impl", "rm"), ("sparsity", "all"), ("sparsity", "interspersed"),
     ],
 )  # fmt: skip
 def test_values_that_change_what_a_model_computes(key, value):
     with pytest.raises(UnsupportedError, match=f"{key} = "):
         spec(LLAMA | {key: value})
+
+
+def test_outputs_that_are_summed_up_twice():
+    """Transformer Engine's layers sum up, and a parallel residual does once more (transformer.py:1116)."""
+    config = PYTHIA | {"te_rowparallel": True, "model_parallel_size": 2}
+    with pytest.raises(UnsupportedError, match=r"te_rowparallel = True .* 2 tensor parallel ranks"):
+        spec(config, biases=True)
+    model = spec(config | {"model_parallel_size": 1}, biases=True)
+    assert spec(config | {"gpt_j_residual": False}, biases=True).parallel_residual is False
+    assert to_neox(model, 2, 0, 1, config)["te_rowparallel"] is False
+    assert "te_rowparallel" not in to_neox(model, 2, 0, 1, PYTHIA)

@@ -356,7 +356,7 @@ def _describe(
     inner = _rows(joined, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight")
     biases = neox_checks.require_same_biases(keys, yml, where, tag)
     ffn, family = inner // 2 if is_gated(yml) and not old else inner, base.family if base else known.get("family")
-    spec = from_neox(yml, settings.values, ffn, biases, vocab, where, family)
+    spec = from_neox({**yml, "model_parallel_size": tp}, settings.values, ffn, biases, vocab, where, family)
     if spec.vocab is not None and spec.vocab > padded:
         raise SourceError(
             f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"

@@ -49,6 +49,7 @@ ffn                  intermediate_size          ffn                  layernorm
 -                    gpt_j_residual             write false          rms
 -                    gpt_j_residual             write false          learned
 parallel_residual    gpt_j_residual             same                 pythia
+-                    te_rowparallel             sums once            pythia
 rope_scaling         yarn                       YaRN
 """
 """The keys in the order in which they are written. transformers has classes for two kinds of models: with RMSNorm, a
@@ -134,6 +135,28 @@ def flash(key: str) -> Codec:
     return Codec(read_kinds, write_kinds)
 
 
+def summed(key: str) -> Codec:
+    """A codec of whether output layers are Transformer Engine's: of a parallel residual only without tensor parallel.
+
+    They sum up over the ranks by themselves (transformer_engine.py `TERowParallelLinear`, which has no use for its
+    `parallel_output`), and the layer sums up once more (transformer.py:1116): its output is multiplied by the ranks.
+    """
+
+    def read_layers(spelled: Spelled, context: Context) -> None:
+        ranks = context.file.get("model_parallel_size", 1)
+        if spelled.get(key) and context.values["parallel_residual"] and ranks != 1:
+            raise UnsupportedError(
+                f"{context.where}: {key} = True with gpt_j_residual = True and {short(ranks)} tensor parallel ranks is "
+                "not supported: GPT-NeoX sums up the outputs of attention and MLP twice, which multiplies them",
+                f"if the code of the run sums up once: --config a copy of the yml without {key}",
+            )
+
+    return Codec(
+        read_layers,
+        lambda _, context: {key: False} if context.file.get(key) and context.values["parallel_residual"] else {},
+    )
+
+
 def inner(key: str, ratio: int = 1) -> Codec:
     """A codec of the width of the MLP, which is read from the weights.
 
@@ -202,6 +225,7 @@ CODECS: Mapping[str, Maker] = {
     "absent if heads": groups,
     "without the token itself": window,
     "flash with a window": flash,
+    "sums once": summed,
     "ffn": inner,
     "3 * ffn": lambda key: inner(key, 3),
     "YaRN": yarn,

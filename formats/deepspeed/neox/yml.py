@@ -44,6 +44,7 @@ NEOX_ONLY: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,),
     "geglu": (False,),
     "openai_gelu": (False,),
+    "sparsity": ("none", None),
 }
 """Keys that change what the model computes, and their values that have a Hugging Face counterpart; the first is the
 default."""

@@ -185,6 +185,7 @@ num_layers_at_start_in_bf16                 compute  rounding
 num_moe_experts                             layout   nothing
 num_query_groups                            layout   read
 num_tokentypes                              layout   loud
+onnx_safe                                   compute  false | null
 openai_gelu                                 compute  nothing
 original_max_position_embeddings            compute  read
 pad_vocab_size                              layout   nothing

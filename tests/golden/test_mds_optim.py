@@ -136,7 +136,8 @@ def changed(path: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Pat
 
 
 def swapped(tag: Path) -> None:
-    """The moments of two layers in each other's place."""
+    """The moments of two layers in each other's place, in a training's save, which has no manifest."""
+    (tag / "vitruvian.json").unlink()
     first, second = (tag / f"zero/{layer}.mlp.dense_4h_to_h.weight" for layer in (2, 3))
     first.rename(tag / "other")
     second.rename(first)

@@ -379,8 +379,8 @@ def numbers_of_steps(
 ) -> StepCounts:
     """Return the numbers of steps that Adam has made.
 
-    DeepSpeed gives a training step.pt and the count in the parameter groups, and Apex' FusedAdam goes on with the
-    latter alone. Of its next save step.pt is what it was, so that the larger number is right (`steps_by_group`).
+    DeepSpeed gives a training step.pt and the count in the parameter groups, and Apex' FusedAdam resumes from the
+    latter alone. In its next save step.pt is unchanged, so that the larger number is right (`steps_by_group`).
 
     Args:
         tag: the folder of the checkpoint.

@@ -72,11 +72,12 @@ def from_megatron(
 
     if "rope_scaling" not in settings:
         values["rope_scaling"] = scaling(args) if settled else ambiguous.rope_scaling(args, scaling, base, where)
-    if "sliding_window" not in settings and not settled and "sinks" not in traits:  # which no fused softmax computes
-        ambiguous.require_window(args, values["sliding_window"], where)
-    if "activation" not in settings and not settled:
-        ambiguous.require_gelu(args, values.get("activation"), where)
-    notes += ambiguous.require_centred(args, values, accept, where) if not settled else []
+    if not settled:
+        if "sliding_window" not in settings and "sinks" not in traits:  # which no fused softmax computes
+            ambiguous.require_window(args, values["sliding_window"], where)
+        if "activation" not in settings:
+            ambiguous.require_gelu(args, values.get("activation"), where)
+        notes += ambiguous.require_centred(args, values, accept, where)
     if values["learned"] or "state" in traits:
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer

@@ -17,6 +17,7 @@ from converters.plan.plan import Job
 from formats.disk.safetensors import DTYPES, FLOATS
 from formats.errors import VerificationError
 from formats.layout.slots import SHARED, Replica
+from formats.model import lora
 
 FARTHEST = 0.5
 """A fraction of the largest element of a tensor: copies of a norm that are farther apart did not drift there."""
@@ -134,10 +135,13 @@ class Copies:
                 f"the output head should share {job.label} and differs from it by up to {distance:g} {where}",
                 "--set tied=false keeps both",
             )
+        several = name.shared and job.tensor.endswith(lora.A)  # which are different tensors, and no policy makes one
         raise VerificationError(
             f"{job.label} differs between its copies in {len(self.worst)} of {len(self.replicas)} places, most in "
             f"{name}: by up to {distance:g} {where}",
-            "--replicas first takes the first copy, --replicas mean their mean in float32",
+            "--lora canonical keeps them all"
+            if several
+            else "--replicas first takes the first copy, --replicas mean their mean in float32",
         )
 
 

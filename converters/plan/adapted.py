@@ -24,6 +24,7 @@ from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE
 from formats.megatron import DIST
 from formats.megatron import lora_writer as bridge
+from formats.megatron.args import providers
 from formats.megatron.args.options import DIST as DIALECT
 from formats.megatron.args.options import Options
 from formats.model import adapters, lora
@@ -34,7 +35,6 @@ from formats.registry import format_of
 
 PACKED = ("qweight", "weight_packed", "W_q")
 """Tensors of a quantized linear layer in place of `weight`: of GPTQ and AWQ, compressed-tensors, HQQ."""
-ALONE_FIRST = "take the adapter with --adapter only, then convert merge"
 
 
 def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkpoint], Plan]) -> Plan:
@@ -53,7 +53,7 @@ def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkp
         return _plan_alone(source, request)
     alone = format_of(source).reader.read(source.root, replace(source.settings, adapter="only"))
     if not source.tensors:
-        raise SourceError(f"{source.root} holds no base, only an adapter", ALONE_FIRST)
+        raise SourceError(f"{source.root} holds no base, only an adapter", lora.ALONE_FIRST)
     alone = replace(alone, settings=source.settings)
     dropped = tuple(name for name in source.dropped if not is_of_adapter(name))
     return plan_merge(replace(source, dropped=dropped), _saved(alone), request, planned)
@@ -120,7 +120,7 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
         UnsupportedError: a tensor of the adapter is in the base.
     """
     config = _config(source)
-    if config.get("bias") not in (None, "none") and isinstance(source.spec, AdapterSpec) and source.spec.base:
+    if config.get("bias") not in (None, "none") and isinstance(source.spec, AdapterSpec) and _may_hold(source.spec):
         raise UnsupportedError(
             f"the adapter in {source.root} was trained with bias = {config['bias']}, and its biases are in the base",
             "--adapter merged has them"
@@ -144,6 +144,11 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
     text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n"
     target = Target(written.files, {lora_config.CONFIG: text.encode()}, {})
     return _finite(make_plan(source, target, request.cast), lambda plan: _read_back(plan, base))
+
+
+def _may_hold(spec: AdapterSpec) -> bool:
+    """Whether biases may be in the base beside an adapter: not if it is whole and has none."""
+    return bool(spec.base) and (not spec.holds_base or any(key.endswith(peft.BIAS) for key in spec.base))
 
 
 def _finite(plan: Plan, plan_of_output: Callable[[Plan], Plan]) -> Plan:
@@ -251,6 +256,7 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
         raise UsageError(f"--replicas {request.limits.replicas} would change the LoRA", "--lora canonical keeps it")
     if isinstance(base.spec, Verbatim):
         raise UnsupportedError(f"{base.root} has no Megatron layout: {base.spec.why}", "see `convert formats`")
+    providers.of_spec(base.spec, "bridge", None)
     adapter, _ = opened(saved, base)
     model = replace(base.spec, mtp_layers=0)
     known = {re.escape(key.removesuffix(".weight")).replace(r"\{layer\}", r"\d+"): names
@@ -264,7 +270,7 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
     if odd:
         raise UnsupportedError(
             f"{saved.root} has what no LoRA of Megatron-Bridge has here: {some(odd, 3)}",
-            "convert merge puts it into the base",
+            bridge.MERGED,
         )
     rank, expert_rank, alpha = _ranks(adapter, by_name, model)
     adapted = {name for names in by_name.values() for name in names}
@@ -281,7 +287,7 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
         modules = dict.fromkeys(key.removeprefix(peft.ROOT).rpartition(".lora_")[0] for key in absent)
         raise UnsupportedError(
             f"{saved.root} has no LoRA of {some([*modules], 3)}: for Megatron-Bridge a matrix has one in every layer",
-            "convert merge puts it into the base",
+            bridge.MERGED,
         )
     placed, _ = match(expected, {ALONE: saved.tensors}, (), saved.root)
     source = Checkpoint(saved.root, saved.root, NAME, spec, tuple(placed), (), saved.files, settings=base.settings)
@@ -315,7 +321,7 @@ def _ranks(adapter: peft.Adapter, by_name: Mapping[str, tuple[str, ...]], model:
             f"{adapter.root} has rank {rank} and alpha {scale * rank:g}, for experts {expert_rank} and "
             f"{expert_scale * expert_rank:g}: Megatron-Bridge has one alpha, and for experts the same rank or that "
             f"divided by the {model.top_k} experts of a token",
-            "convert merge puts it into the base",
+            bridge.MERGED,
         )
     return rank, expert_rank, scale * rank
 

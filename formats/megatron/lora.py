@@ -37,7 +37,7 @@ from formats.layout.table import Rule, rules
 from formats.megatron import lora_targets
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.moe import interleaves_of
-from formats.model.lora import OF_EXPERTS, LoraSpec, spec_of
+from formats.model.lora import ALONE_FIRST, OF_EXPERTS, LoraSpec, spec_of
 from formats.model.spec import ModelSpec
 from formats.torch_files.archive import TorchFile
 
@@ -149,7 +149,7 @@ def read(
     if not tensors:
         raise UsageError(f"{folder} holds no adapter", "leave --adapter out")
     if settings.adapter != "only":
-        raise UsageError(f"{folder} holds no base", "take the adapter with --adapter only, then convert merge")
+        raise UsageError(f"{folder} holds no base", ALONE_FIRST)
     config = huggingface.read_config(settings.config) if settings.config else None
     base = huggingface.read_spec(config, settings.config, settings) if settings.config and config else None
     model = from_megatron(args, settings.values, base, str(common.path), accept=settings.accept, settled=True)

@@ -28,6 +28,7 @@ from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import packed_plain
 
 LAYERS = "decoder.layers."
+MERGED = "convert merge puts it into the base"
 PLACES = {
     **dict.fromkeys(("gate", "up", "down"), "*.mlp."),
     **dict.fromkeys(("shared_gate", "shared_up", "shared_down"), "*.mlp.shared_experts."),
@@ -56,7 +57,7 @@ def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options
     """
     base, kind = spec.base, "fused" if spec.shared else "canonical"
     providers.require_no_adapter(providers.PROVIDERS.get(base.family), f"a LoRA of a {base.family}")
-    _, padded = topology_of(base, options)
+    _, padded = topology_of(base, options, options.trainer)
     require_orders(spec, options.tp)
     absent = [name for group in TOGETHER for name in group if {*group} & {*spec.matrices} and name not in spec.matrices]
     absent = [name for name in absent if name in base.tensors]
@@ -99,7 +100,7 @@ def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options
     }
     texts |= {
         name if name.startswith("latest") else f"{folder}/{name}": text
-        for name, text in run_config.written(args, iteration, {"peft": peft}, further).items()
+        for name, text in run_config.written(args, iteration, {"peft": peft}, further, hint=MERGED).items()
     }
     return Target(tuple(files), texts, {}, folder)
 

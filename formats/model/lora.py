@@ -47,6 +47,8 @@ AS_EXPERTS = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"}
 """Matrices whose modules PEFT takes for experts by their names, in a model with experts (peft 0.21.2
 utils/transformers_weight_conversion.py): there `target_modules` cannot name them, and `target_parameters` names their
 weights."""
+ALONE_FIRST = "take the adapter with --adapter only, then convert merge"
+"""The hint where an adapter is to be merged that a checkpoint holds without its base."""
 WRAPPED = ".base_layer"
 """The end of a place in PEFT's names that is inside the wrapper of another parameter of the module."""
 

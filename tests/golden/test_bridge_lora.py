@@ -158,7 +158,9 @@ def test_what_bridge_has_not(model, convert, tmp_path):
     folder = model("llama")
     adapter = adapter_of(folder, tmp_path / "adapter", LLAMA)
     fused = ("--lora", "fused")
-    refused(convert("peft2megatron", folder, adapter, tmp_path / "no", *fused), 6, "q_proj.lora_A.weight differs")
+    ran = convert("peft2megatron", folder, adapter, tmp_path / "no", *fused)
+    refused(ran, 6, "q_proj.lora_A.weight differs", "--lora canonical")
+    assert "--replicas" not in ran.err
     refused(convert("peft2megatron", folder, adapter, tmp_path / "no", *fused, "--replicas", "first"), 2, "canonical")
     refused(convert("peft2megatron", folder, adapter, tmp_path / "no", "--tp", 8), 4, "does not divide", "tp = 8")
     some = adapter_of(folder, tmp_path / "some", ["q_proj", "v_proj"], shared=True)
@@ -178,6 +180,15 @@ def test_what_bridge_has_not(model, convert, tmp_path):
     for name, code, message in (("gemma2", 4, "gemma2"), ("granite", 4, "granite"), ("olmo2", 4, "olmo2")):
         adapter = adapter_of(model(name), tmp_path / name, ["q_proj", "k_proj", "v_proj"])
         refused(convert("peft2megatron", model(name), adapter, tmp_path / "no"), code, message)
+    for name, code, hint in [
+        ("deepseek_v2", 5, "convert merge"),
+        ("bloom", 4, "formats"),
+        ("gemma4_text", 4, "formats"),
+    ]:
+        adapter = adapter_of(model(name), tmp_path / name, ["o_proj", "query_key_value"])
+        ran = convert("peft2megatron", model(name), adapter, tmp_path / "no")
+        refused(ran, code, "Megatron", hint)
+        assert "--for bridge" not in ran.err
     refused(convert("inspect", REAL / "lora_tp2"), 4, "--adapter only")
     refused(convert("megatron2hf", REAL / "llama3_tied", tmp_path / "no", "--adapter", "only"), 2, "holds no adapter")
     with pytest.raises(UsageError, match="holds no base"):

@@ -322,6 +322,20 @@ def test_a_gelu_that_is_exact_for_onnx(convert, tmp_path):
     assert convert(*argv, "--accept", "onnx_safe").code == 0
 
 
+def test_a_rotation_by_the_cosine_of_an_angle(convert, tmp_path):
+    """deepspeedai's tree since 676a482c takes cosine and sine for angles (4efb479d, model/rotary_pos_embedding.py)."""
+    name = "llama_gqa_fused_tp2"
+    run = resaved(
+        tmp_path / "run", lambda value: setattr(value["args"], "ds_sequence_parallel_fpdt", False), "mp_rank*", name
+    )
+    accepted = ("--accept", "use_rotary_position_embeddings")
+    refused(convert("zero2hf", run, tmp_path / "out"), 4, "the cosine of the angle", " ".join(accepted))
+    ran = convert("zero2hf", run, tmp_path / "out", *accepted)
+    assert ran.code == 0, ran.err
+    assert "rotates by the angle" in ran.err
+    assert convert("diff", tmp_path / "out", HERE / name).code == 0
+
+
 def test_the_optimizer_has_made_the_steps_that_the_engine_counts(convert, tmp_path):
     run = resaved(tmp_path / "run", lambda value: value.update(global_steps=4), "mp_rank*")
     argv = ["zero2hf", run, tmp_path / "out", "--weights", "fp32-master"]

@@ -26,8 +26,9 @@ TOLERANCE = 2e-5
 """Of the largest logit: both compute in float32, in another order."""
 LENGTH = 64
 LOCAL = ("--norm", "local")
-TE_NAMES = ("--transformer-impl", "local")
-"""Names of Transformer Engine in torch_dist, which the local layers load too: a CPU has no others."""
+TE_NAMES = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion")
+"""Names of Transformer Engine in torch_dist, which the local layers load too: a CPU has no others. The flags are for
+Transformer Engine's layers, so that what local layers need beside them stands here."""
 
 
 class Case(NamedTuple):
@@ -51,8 +52,8 @@ def rope(model: str, accepted: str = "", **parameters: Any) -> Case:
 
 
 THETA = {"rope_theta": 1e4}
-TORCH = ("--deterministic-mode",)
-"""Linear attention by megatron-core's own code in torch, as a CPU has no kernels of it."""
+TORCH = ("--deterministic-mode", "--no-rope-fusion")
+"""Linear attention by megatron-core's own code in torch, no rotation by Transformer Engine: a CPU has no kernels."""
 ENDS = ("deepseek_v2", "deepseek_v3-tied", "glm4_moe_lite-tied", "youtu-tied")
 """Latents whose queries have none, which the newest local layers refuse."""
 APART = ("gpt_oss", *ENDS, *LINEAR, *INDEXED)

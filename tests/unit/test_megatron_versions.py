@@ -250,6 +250,15 @@ def test_a_window_of_local_layers_is_not_left_to_the_fused_softmax():
         assert from_megatron(trained(local | fused, "0.19"), setting, None, "args").sliding_window == value
 
 
+def test_what_local_layers_lack():
+    """torch's norms refuse the persistent kernel, and Transformer Engine alone fuses the rotation (0.19.2)."""
+    for name, rotating in (("llama", True), ("deepseek_v3", True), ("gpt2", False)):
+        local, engine = (flags(args_of(name, Options(norm=norm))) for norm in ("local", "te"))
+        assert local.count("--no-persist-layer-norm\n") == 1
+        assert local.count("--no-rope-fusion\n") == rotating
+        assert "--no-persist-layer-norm" not in engine
+
+
 def test_a_window_of_attention_that_is_not_of_transformer_engine():
     """`--attention-backend local` takes megatron-core's own in layers of Transformer Engine (0.19.2, models/gpt.py)."""
     backends = {number: Opaque("megatron.core.transformer.enums", "AttnBackend", (number,)) for number in (1, 4, 5)}

@@ -5,7 +5,7 @@ Facts: megatron/arguments.py of deepspeedai/Megatron-DeepSpeed at 6acc370a and 4
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from formats.deepspeed.mds import bloom
@@ -21,6 +21,7 @@ NO_EXPERTS = (None, 1, [1])
 """Values of `num_experts` of a model without experts; otherwise a number for each layer with experts."""
 BASE = 10000
 """The base of rotary embeddings in trees without an argument for it. In others the argument is an integer."""
+FPDT, ROTARY_SWITCH = "ds_sequence_parallel_fpdt", "use_rotary_position_embeddings"
 OF_RUN = """
 abort_on_unmet_fused_kernel_constraints actual_seq_length aml_data_download_path attn_mask checkpoint_in_cpu
 checkpoint_num_layers codecarbon_dir consumed_train_tokens contigious_checkpointing cpu_optimizer cpu_torch_adam
@@ -145,6 +146,35 @@ def translated(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     others = {name: value for name, value in of_model(args).items() if name not in OWN}
     return others | read(TABLE, args, (), where)
+
+
+def require_rotation(args: Mapping[str, Any], where: str, accept: Collection[str]) -> list[str]:
+    """Refuse rotary embeddings of deepspeedai's tree since 676a482c (2024-12-04), whose parser has `FPDT`.
+
+    `RotaryEmbedding` gives a cosine and a sine there, and `apply_rotary_pos_emb` takes them for angles: it rotates by
+    the cosine of the angle (megatron/model/rotary_pos_embedding.py, 4efb479d). A pipeline ends at its start
+    (megatron/utils.py `update_rotary_pos_emb`), so that one that was trained is of a tree that was changed.
+
+    Args:
+        args: the attributes of the namespace.
+        where: the name of the file in an error.
+        accept: arguments that the user names, `ROTARY_SWITCH` for a tree that rotates by the angle.
+
+    Returns:
+        Notes for the user on what was accepted.
+
+    Raises:
+        UnsupportedError: the args are of such a run.
+    """
+    if FPDT not in args or not args.get(ROTARY_SWITCH):
+        return []
+    if ROTARY_SWITCH in accept:
+        return [f"{ROTARY_SWITCH}: accepted, as of a tree that rotates by the angle of a position"]
+    raise UnsupportedError(
+        f"{where}: {ROTARY_SWITCH} with {FPDT}, an argument of deepspeedai's tree since 676a482c (2024-12-04), "
+        "which rotates by the cosine of the angle of a position, and no pipeline at all",
+        f"if your tree rotates by the angle: --accept {ROTARY_SWITCH}",
+    )
 
 
 def spelled(spec: ModelSpec) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import MDS, cut_again, modules, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.mds import bloom, optimizer
-from formats.deepspeed.mds.args import of_model, translated
+from formats.deepspeed.mds.args import of_model, require_rotation, translated
 from formats.deepspeed.mds.tables import (
     EMBEDDING,
     FAMILIES,
@@ -195,6 +195,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
     known = _with_vocab(settings, first, config)
+    rotated = require_rotation(args, str(first.path), settings.accept)
     if bloom.holds(args):
         base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None)) if assets and config else None
         spec = bloom.from_args(of_model(args), known, base, tag, str(first.path))
@@ -210,7 +211,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
         )
     first_layer = _first_layer(keys, spec)
     qkv, notes = _order(keys, spec, tp, settings, _ours(first), first_layer)
-    slots = list(slots_of(spec, tp, padded, {qkv}, first_layer))
+    slots, notes = list(slots_of(spec, tp, padded, {qkv}, first_layer)), (*rotated, *notes)
     if not bare:
         modules.require_files(tag, slots, by_file, spec.layers)
     multiple = vocab_multiple(args, first.path)

@@ -117,7 +117,8 @@ def namespace(
         "hidden_dropout": 0.0,
     } | carried
     split = indexer.split(spec, options.tp)
-    return base | to_megatron(spec) | moe.sizes(spec, options.mesh, options.experts or options.norm) | split | {
+    local = {"no_persist_layer_norm": True, "apply_rope_fusion": False} if options.norm == "local" else {}
+    return base | to_megatron(spec) | moe.sizes(spec, options.mesh, options.experts or options.norm) | split | local | {
         "seq_length": carried.get("seq_length", spec.max_positions),
         "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
         "tensor_model_parallel_size": options.tp,

@@ -323,6 +323,8 @@ def written(
     sections: Mapping[str, Any] | None = None,
     further: Mapping[str, Any] | None = None,
     own: Collection[str] = (),
+    *,
+    hint: str = "leave --for bridge out, and import the Hugging Face folder with AutoBridge.import_ckpt",
 ) -> dict[str, bytes]:
     """The files that Megatron-Bridge expects beside the weights, by name.
 
@@ -332,6 +334,7 @@ def written(
         sections: further sections of the configuration.
         further: further fields of the model's class, for a class with a vision tower.
         own: arguments that this class has beside those of a GPTModelProvider.
+        hint: the way out where it does not compute the model.
 
     Raises:
         RefusedError: Bridge's GPTModelProvider does not compute the model.
@@ -344,7 +347,7 @@ def written(
     if odd:
         raise RefusedError(
             f"what Megatron-Bridge computes with {odd[0]} = {short(args.get(odd[0]))} is not known here",
-            "leave --for bridge out, and import the Hugging Face folder with AutoBridge.import_ckpt",
+            hint,
         )
     function, gated = kinds[0]
     model = {

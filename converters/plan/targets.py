@@ -321,12 +321,12 @@ def plan_fsdp(
     Tensors get the names that a `trainer` of its own names has, if one is given.
     """
     from formats.fsdp import checkpoint as fsdp
-    from formats.fsdp import whole_models
+    from formats.fsdp import native, whole_models
 
     require_vocab(source)
     config = assets.config_text(source, _cast_to(request))
     compared = agreement.notes(source, source.spec, config)
-    untold, whole, deviations = False, None, tuple[str, ...]()
+    untold, whole, deviations = False, None, native.notes(source.spec, trainer)
     if trainer and isinstance(source.spec, Verbatim) and source.spec.family in whole_models.tables(trainer):
         source = _in_files(source, json.loads(config))
         assert isinstance(source.spec, Verbatim)
@@ -341,7 +341,8 @@ def plan_fsdp(
     copies = {name: path for name, path in assets.carried_assets(source).items() if name not in texts}
     copies |= assets.own_family(source.spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
-    return replace(plan, notes=(*plan.notes, *compared, *deviations, *([UNTOLD] if untold else ())))
+    notes = dict.fromkeys((*plan.notes, *compared, *deviations, *([UNTOLD] if untold else ())))
+    return replace(plan, notes=tuple(notes))
 
 
 def plan_reading(source: Checkpoint) -> Plan:

@@ -13,8 +13,9 @@ Keys are those of Hugging Face, of torchtitan or of OLMo-core; the model may be 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy", "model_and_o
 """Subfolders of the user's folder that the weights may be in."""
 CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 """Names of the model in the saved dictionary, for when its keys do not tell."""
+COPY = re.compile(
+    r"(?:.+_)?(?:ema|swa|averaged?|teacher|target|ref(?:erence)?)(?:_(?:model|module|net|network|weights|policy))?"
+)
+"""Matches the names of models that are beside the one that a training changes: averages of it, teachers, references."""
 
 OPTIMIZER = "optim"
 """The name of the optimizer in the saved dictionary that is written, and the prefix of its names in others."""
@@ -126,6 +131,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if isinstance(spec, Verbatim):
         _require_rows(tensors, spec, path)
     ranks = {"ranks": len(files_of(pieces))}
+    notes = (*notes, *native.notes(spec, trainer), *_notes_on_a_copy(path, listing, settings))
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     checkpoint = Checkpoint(
         path, folder, NAME, spec, pieces, (*dropped, *without_weights), listing.files, ranks, assets, config=config,
@@ -246,6 +252,21 @@ def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path
     if len(models) != 1:
         raise RefusedError(f"{where} could hold several models: {_names(models)}", "name one with --container")
     return models[0]
+
+
+def _notes_on_a_copy(path: Path, listing: Listing, settings: Settings) -> Iterator[str]:
+    """Note that all tensors are, by their names, of a model beside the trained one, which the user did not choose."""
+    if listing.flat is not None or settings.container is not None:
+        return
+    container = _container(listing.paths, None, path)
+    names = (".".join(names).split(".") for names in listing.paths if names[:-1] == container)
+    for shared in takewhile(lambda parts: len({*parts}) == 1, zip(*names, strict=False)):
+        if COPY.fullmatch(shared[0]):
+            yield (
+                f"all weights here are under {shared[0]!r}, the name of a model beside the one that is trained, such "
+                "as an average or a teacher: they are taken for the model"
+            )
+            return
 
 
 def _names(containers: Iterable[tuple[str, ...]]) -> str:

@@ -9,17 +9,17 @@ Facts of OLMo-core: ai2-olmo-core 3.0.0 (PyPI), nn/hf/convert.py, nn/transformer
 it wrote, and its logits, are in tests/golden/olmo_core.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from formats.errors import RefusedError
 from formats.families import FAMILIES
 from formats.layout.slots import Slot
 from formats.layout.table import Rule, rules
 from formats.model.accepted import EXPERT_BIAS
-from formats.model.spec import Spec
+from formats.model.spec import ModelSpec, Spec
 
 
 class Names(NamedTuple):
@@ -46,6 +46,44 @@ DROPS = (r"freqs_cis",)
 BIAS = EXPERT_BIAS
 """Last part of the key of a router's bias, which is added to the scores to choose experts. torchtitan trains it in any
 mixture unless `load_balance_coeff` is None (moe.py); of these families only DeepSeek-V3 has it in transformers."""
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+STOCK: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"norm_epsilon": 1e-5, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "qwen3": {"norm_epsilon": 1e-6, "rope_theta": 1e6, "rope_scaling": None},
+    "qwen3_moe": {"norm_epsilon": 1e-6, "rope_scaling": None, "router_normalized": True},
+    "gpt_oss": {"norm_epsilon": 1e-5, "rope_theta": 1.5e5, "sliding_window": 128},
+    "qwen3_5_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None},
+    "qwen3_5_moe_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None, "router_normalized": True},
+}
+"""Family: settings that are alike in all models of torchtitan 0.3.0 (`__init__.py` of models/*; 1e-5 is the default of
+its RMSNorm, and a Llama has this scaling from v0.2.0 on, which a Llama 3.2 has not). No checkpoint records them."""
+REMARKS = {
+    "deepseek_v3": "torchtitan's own DeepSeek-V3 computes all norms with an epsilon of 1e-05, and its checkpoints do "
+    "not record it: transformers computes those of latents with 1e-06, the others with that of the config",
+}
+"""Family: what differs from transformers in torchtitan's own models, whatever the config says."""
+
+
+def notes(spec: Spec, trainer: str | None) -> tuple[str, ...]:
+    """Notes on what torchtitan's own models of a kind compute otherwise than transformers does with this model."""
+    stock = STOCK.get(spec.family, {}) if trainer == TORCHTITAN and isinstance(spec, ModelSpec) else {}
+    differing = [
+        f"the config says {name} = {_said(getattr(spec, name))}: that of torchtitan's own models of this kind is "
+        f"{_said(value)}, and its checkpoints do not record it"
+        for name, value in stock.items()
+        if getattr(spec, name) != value
+    ]
+    return (*differing, *([REMARKS[spec.family]] if trainer == TORCHTITAN and spec.family in REMARKS else ()))
+
+
+def _said(value: Any) -> str:
+    """A setting in a message; of a rotary scaling its type and factor."""
+    return f"{value.get('rope_type')} ({value.get('factor')})" if isinstance(value, Mapping) else str(value)
 
 
 def biases(slots: Iterable[Slot], keys: Iterable[str], spec: Spec, accept: Collection[str], where: Path) -> list[str]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from formats.disk.safetensors import FLOATS, Fragment, read_safetensors
 from formats.errors import SourceError, UnsupportedError, short, some
+from formats.huggingface import lora_patterns
 from formats.huggingface.lora_config import CONFIG, PEFT_MERGES, read_config
 from formats.model.vocab_rows import EMBEDDING, HEAD
 
@@ -122,7 +123,7 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
 
     Raises:
         SourceError: a tensor is missing, or contradicts the config.
-        UnsupportedError: a tensor is none of LoRA's.
+        UnsupportedError: a tensor is none of LoRA's, or a pattern of ranks takes too long to match.
     """
     root, config, tensors, _ = saved
     places: dict[str, dict[str, Fragment]] = {}
@@ -149,8 +150,10 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
         else:
             whole[name.replace(f".{INNER}.", ".")] = fragment
     added: dict[str, Lora] = {}
+    targets = {place: _target(place, config, parameters) for place in places}
+    lora_patterns.require_bounded(config, lora_patterns.RANKS, {*targets.values()}, str(root / CONFIG))
     for place, parts in places.items():
-        module = _target(place, config, parameters)
+        module = targets[place]
         if not {"left", "right"} <= parts.keys():
             lacking = "B" if "right" in parts else "A"
             raise SourceError(f"{root} holds no lora_{lacking} of {place}", "the file is not complete: copy it again")
@@ -204,8 +207,8 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
             "the file is damaged: copy it again",
         )
     try:
-        rank = _pattern_value(config.get("rank_pattern"), module, config.get("r"))
-        alpha = _pattern_value(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+        rank = _pattern_value("rank_pattern", config, module, config.get("r"))
+        alpha = _pattern_value("alpha_pattern", config, module, config.get("lora_alpha"))
     except re.error as error:
         raise _no_pattern(root, "ranks or alphas", error) from None
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
@@ -224,9 +227,11 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
     return Lora(left, right, scale, rank, parts.get("magnitude"))
 
 
-def _pattern_value(pattern: Any, module: str, usual: Any) -> Any:
+def _pattern_value(setting: str, config: Mapping[str, Any], module: str, usual: Any) -> Any:
     """The value of the first key that matches the end of a module's name, as PEFT's `get_pattern_key`; or `usual`."""
-    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), usual)
+    values = (config.get(setting) or {}).items()
+    matching = (value for key, value in values if lora_patterns.match(setting, key, module))
+    return next(matching, usual)
 
 
 def _no_pattern(root: Path, what: str, error: re.error) -> SourceError:
@@ -258,9 +263,13 @@ def missing(
 
     Raises:
         SourceError: the config has a pattern of names that is no regular expression.
+        UnsupportedError: to match one takes too long.
     """
     config, saved_modules = adapter.config, adapter.config.get("modules_to_save") or ()
     all_linear, has_bias = is_all_linear(config), _bias_owners(adapter)
+    modules = [*modules]
+    names_of_all = {name for names in modules for name in names}
+    lora_patterns.require_bounded(config, lora_patterns.NAMED, names_of_all, str(adapter.root / CONFIG))
     try:
         lacking = [
             names[0]
@@ -337,7 +346,7 @@ def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> 
     named, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     if _is_named(module, excluded):
         return False
-    if any(re.match(rf"(^|.*\.){module_name}($|\..*)", module) for module_name in config.get("modules_to_save") or ()):
+    if any(lora_patterns.match("modules_to_save", name, module) for name in config.get("modules_to_save") or ()):
         return False
     if named is None or is_all_linear(config):
         return named is not None and untold
@@ -345,8 +354,8 @@ def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> 
     if isinstance(named, str) or layers in (None, []) or module in named or not _is_named(module, named):
         return _is_named(module, named)
     given = config.get("layers_pattern")
-    patterns = [rf"(?:^|.*?\.){name}" for name in ([given] if isinstance(given, str) else given or ())]
-    matches = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in patterns or [r".*?\.[^.]*"])
+    patterns = [given] if isinstance(given, str) else given or [r"(?<=\.)[^.]*"]
+    matches = (lora_patterns.match("layers_pattern", pattern, module) for pattern in patterns)
     layer = next((int(match[1]) for match in matches if match), None)
     return layer in (layers if isinstance(layers, list) else [layers])
 
@@ -354,7 +363,7 @@ def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> 
 def _is_named(module: str, named: str | Sequence[str]) -> bool:
     """Whether a regular expression matches the name of a module, or the name ends with a name of a list."""
     if isinstance(named, str):
-        return re.fullmatch(named, module) is not None
+        return lora_patterns.match("target_modules", named, module) is not None
     return any(f".{module}".endswith(f".{name}") for name in named)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from formats.disk.json_file import read_json
 from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
-from formats.huggingface.lora_patterns import nested
 
 CONFIG = "adapter_config.json"
 READ = {
@@ -107,7 +106,7 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
     """Refuse settings that are not those of a LoRA that can be merged into its base.
 
     Raises:
-        UnsupportedError: the settings are of another method, of a variant, or unknown, or an expression has no bound.
+        UnsupportedError: the settings are of another method, of a variant, or unknown.
         SourceError: PEFT itself does not load the settings.
     """
     method = config.get("peft_type")
@@ -135,12 +134,6 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
         entries = int if name == "layers_to_transform" else str
         if not alone and not (isinstance(value, list) and all(type(entry) is entries for entry in value)):
             raise SourceError(f"{where} says {name} = {short(value)}, which names nothing", COPY)
-    for name, text in nested(config):
-        raise UnsupportedError(
-            f"{where} says {name} = {short(text)}, in which a repeat contains a choice or another repeat: to match it "
-            "may take for ever",
-            "write it without, or as a list of names",
-        )
     if config.get("target_modules") is None and not config.get("target_parameters"):
         raise SourceError(f"{where} names no target_modules, for which PEFT takes its own of the model type", COPY)
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")

@@ -1,47 +1,92 @@
-"""Regular expressions in the settings of a LoRA: those whose matching can take time that doubles with each letter.
+"""Regular expressions in the settings of a LoRA, which may be anybody's: those that do not end in time are refused.
 
-Python's `re` goes back: a repeat or a choice inside a repeat may be matched in as many ways as there are subsets of the
-letters of a name, as in `([a-z.]+)+!`. What PEFT, trainers and people write of names has no use for it.
+Python's `re` goes back: how long a match takes depends on the names, and may double with each letter, as of
+`([a-z.]+)+!`. So expressions that can go back are first matched in a process of their own, with a bound of its time.
 """
 
 from __future__ import annotations
 
-import importlib
+import json
 import re
+import resource
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-EXPRESSIONS = (
-    "target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern",
+from formats.errors import UnsupportedError, short
+
+MAX_SECONDS = 5
+"""Most seconds of processor time for all expressions of some settings."""
+NAMED, RANKS = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"), (
+    "rank_pattern", "alpha_pattern",
 )  # fmt: skip
-"""Settings with expressions: a text, a list of texts, or a map whose keys are."""
+"""Settings with expressions that tell which modules have a LoRA; settings with those that tell its rank and alpha."""
+FORMS = {
+    "modules_to_save": r"(^|.*\.){}($|\..*)",
+    "layers_pattern": r"(?:^|.*?\.){}\.(\d+)\.",
+    **dict.fromkeys(RANKS, r"(.*\.)?({})$"),
+}
+"""Setting: the expression that PEFT makes of one of its texts (peft 0.21.2 tuners/tuners_utils.py), if not itself."""
+GOES_BACK = re.compile(r"[*+?{|]")
+"""Matches in each expression that has a repeat or a choice."""
 
 
-def nested(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield setting and expression where a repeat contains a choice or another repeat."""
-    for name in EXPRESSIONS:
-        value = config.get(name)
-        texts = [value] if isinstance(value, str) else value or ()
-        yield from ((name, text) for text in texts if _is_nested(_parsed(text), inside=False))
+def match(setting: str, text: str, module: str) -> re.Match[str] | None:
+    """Match an expression of a setting with the name of a module, as PEFT does.
+
+    Raises:
+        re.error: it is no regular expression.
+    """
+    form = FORMS.get(setting)
+    return re.match(form.format(text), module) if form else re.fullmatch(text, module)
 
 
-def _parsed(text: str) -> Any:
-    """The tree of an expression; None of what is no expression, which is found where it is matched."""
-    parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+def require_bounded(config: Mapping[str, Any], settings: Iterable[str], modules: Collection[str], where: str) -> None:
+    """Match the expressions of some settings with the names of modules, within a bound of time.
+
+    Raises:
+        UnsupportedError: it takes longer.
+    """
+    texts = [(name, text) for name in settings for text in _expressions(name, config) if GOES_BACK.search(text)]
+    if not texts:
+        return
+    task = {"texts": texts, "modules": [*modules], "seconds": MAX_SECONDS}
+    program = "import sys; sys.path[:] = sys.argv[1:]; from formats.huggingface.lora_patterns import child; child()"
     try:
-        return parser.parse(text)
-    except re.error:
-        return None
+        ran = subprocess.run(  # noqa: S603  # our own interpreter and our own words
+            [sys.executable, "-c", program, *sys.path],
+            input=json.dumps(task).encode(), stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, timeout=12 * MAX_SECONDS, check=False,
+        )  # fmt: skip
+        ended, told = ran.returncode == 0, ran.stdout
+    except subprocess.TimeoutExpired as error:
+        ended, told = False, error.stdout or b""
+    if not ended:
+        name, text = texts[max(len(told) - 1, 0)]
+        raise UnsupportedError(
+            f"{where} says {name} = {short(text)}, and Python does not match it with {len(modules)} names of modules "
+            f"within {MAX_SECONDS} seconds",
+            "write it without repeats that can share letters, or as a list of names",
+        )
 
 
-def _is_nested(node: Any, *, inside: bool) -> bool:
-    """Whether a part of a parsed expression has such a repeat, or is one if it is `inside` a repeat."""
-    node = getattr(node, "data", node)
-    kind = repr(node[0]) if isinstance(node, tuple) and node else ""
-    if kind.endswith("_REPEAT"):
-        low, high, repeated = node[1]
-        return (inside and low != high) or _is_nested(repeated, inside=inside or high > 1)
-    if kind == "BRANCH" and inside:
-        return True
-    return isinstance(node, list | tuple) and any(_is_nested(part, inside=inside) for part in node)
+def _expressions(setting: str, config: Mapping[str, Any]) -> list[str]:
+    """The expressions of a setting: a text, the entries of a list that PEFT takes for some, or the keys of a map."""
+    value = config.get(setting)
+    return [value] if isinstance(value, str) else [*(value or ())] if setting in FORMS else []
+
+
+def child() -> None:
+    """The main function of the process: a task on stdin; on stdout a byte for each expression that it begins with."""
+    task = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (task["seconds"], task["seconds"]))
+    for setting, text in task["texts"]:
+        sys.stdout.write(".")
+        sys.stdout.flush()
+        try:
+            for module in task["modules"]:
+                match(setting, text, module)
+        except re.error:  # said where it is matched
+            continue

@@ -11,12 +11,12 @@ the values of an element and of a scale: OCP Microscaling Formats 1.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from formats.disk.safetensors import FLOATS, Fragment, Scales
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError, short
 from formats.huggingface import compressed_tensors
 from formats.huggingface.scales import KEEP, require_floats, require_grid, scales_of
 
@@ -26,6 +26,13 @@ INVERSE = "_scale_inv"
 """The end of the key of FP8 scales, after the key of the weight."""
 ACTIVATIONS = ".activation_scale"
 SCHEMES = ("dynamic", "static")
+BLOCK = "weight_block_size"
+OF_FP8: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "fmt": ("e4m3, or without it", lambda value: value in ("e4m3", "absent")),
+    "activation_scheme": ("dynamic or static", lambda value: value in (*SCHEMES, "absent")),
+    BLOCK: ("two whole numbers from 1 on, or null", lambda value: value is None or _is_block(value)),
+}
+"""Key of a `quantization_config` of FP8: what it may be, in words, and whether a value is that; `absent` without it."""
 OF_FILES = ("fp8", "mxfp4", compressed_tensors.METHOD)
 """Values of `quant_method` that only describe how files store weights: a model with floating point weights has none of
 them. Other methods may describe what the model computes (bitnet)."""
@@ -50,9 +57,16 @@ def require_method(config: Mapping[str, Any], where: str) -> str | None:
             return None
         case {"quant_method": "mxfp4"}:
             return "MXFP4"
-        case {"quant_method": "fp8", "weight_block_size": None | [int(), int()] as block, **more}:
-            if min(block or [1]) > 0 and more.get("activation_scheme", "dynamic") in SCHEMES:
-                return "FP8"
+        case {"quant_method": "fp8", **fields}:
+            for key, (known, is_known) in OF_FP8.items():
+                value = fields.get(key, "absent")
+                if not is_known(value):
+                    raise UnsupportedError(
+                        f"{where}: models with a quantization_config are not supported whose {key} is {short(value)}, "
+                        f"only {known}",
+                        KEEP,
+                    )
+            return "FP8"
         case {"quant_method": compressed_tensors.METHOD, **quantization}:
             try:
                 return compressed_tensors.scheme_of(quantization).stored.method
@@ -60,6 +74,11 @@ def require_method(config: Mapping[str, Any], where: str) -> str | None:
                 raise UnsupportedError(f"{where}: {error}", error.hint) from None
     known = f"only MXFP4, FP8 with {INVERSE} and {compressed_tensors.METHOD}"
     raise UnsupportedError(f"{where}: models with a quantization_config are not supported, {known}", KEEP)
+
+
+def _is_block(value: Any) -> bool:
+    """Whether a value is the size of a block, two positive integers."""
+    return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
 def is_stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
@@ -91,7 +110,7 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
         case "mxfp4":
             weights, exact = _mxfp4(fragments), "which holds them exactly"
         case "fp8":
-            weights = _fp8(fragments, quantization["weight_block_size"])
+            weights = _fp8(fragments, quantization[BLOCK])
         case compressed_tensors.METHOD:
             weights = compressed_tensors.dequantized(fragments, compressed_tensors.scheme_of(quantization))
         case _:

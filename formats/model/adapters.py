@@ -1,7 +1,9 @@
 """Tensor names that show that a checkpoint is not one plain model: adapters, value heads, several models at once.
 
 Facts: peft 0.21 (`tuners/*/layer.py`, the tensors of each layer beside its `base_layer`; `peft_model.py`, the
-`prompt_encoder` and the `base_model` of every wrapper), trl 0.29 `modeling_value_head.py` and `modeling_base.py`.
+`base_model` of every wrapper, and the `prompt_encoder` of a prompt, in which each adapter has its embedding: a Sam of
+transformers 5.23.0 has a module of that name too), trl 0.29 `modeling_value_head.py` and `modeling_base.py`,
+torchtitan 0.3.0 `components/lora.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ LORA = (
     "`convert fsdp2hf` and `zero2hf` take it with --adapter merged, or with --adapter only as a folder of PEFT; one of "
     "`train run` is merged by: train run CONFIG.yml --export OUT"
 )
+TITAN = "add alpha / rank * lora_b @ lora_a to each weight in torchtitan, whose checkpoints record neither"
 KEEP = "no weights can hold it: publish the adapter beside its base model, as PEFT saves it"
 VALUE_HEAD = "save the model inside it: model.pretrained_model.save_pretrained(OUT)"
 APART = "save the model alone: the policy's own save_pretrained(OUT)"
@@ -60,6 +63,7 @@ SIGNS = (
     Sign(r"(?:^|\.)lora_E\b|\.ranknum\b", "a PEFT adapter: AdaLoRA", MERGE),
     Sign(r"(?:^|\.)lora_magnitude_vector\b", "a PEFT adapter: DoRA", LORA),
     Sign(r"(?:^|\.)lora_[AB]\b", "a PEFT adapter: LoRA", LORA),
+    Sign(r"\.lora_[ab]\.weight$", "a LoRA of torchtitan", TITAN),
     Sign(r"(?:^|\.)ia3_l\b", "a PEFT adapter: IA3", MERGE),
     Sign(r"(?:^|\.)ln_tuning_layers\b", "a PEFT adapter: LN tuning", MERGE),
     Sign(r"(?:^|\.)vera_(?:lambda_[bd]|[AB])\b", "a PEFT adapter: VeRA", MERGE),
@@ -72,7 +76,11 @@ SIGNS = (
     Sign(r"(?:^|\.)shira_(?:weight|indices)\b", "a PEFT adapter: SHiRA", MERGE),
     Sign(r"(?:^|\.)trainable_tokens_(?:delta|original)\b", "a PEFT adapter: trainable tokens", MERGE),
     Sign(r"(?:^|\.)(?:adaption_(?:prompt|gate))\b", "a PEFT adapter: an adaption prompt", KEEP),
-    Sign(r"^(?:prompt_encoder\.|prompt_embeddings$)", "a PEFT adapter: a prompt, prefix or p-tuning", KEEP),
+    Sign(
+        r"^(?:prompt_encoder\.[^.]+\.(?:embedding\.weight|(?:trainable|frozen)_embedding)|prompt_embeddings)$",
+        "a PEFT adapter: a prompt, prefix or p-tuning",
+        KEEP,
+    ),
     Sign(r"(?:^|\.)modules_to_save\.", "a model with PEFT's modules_to_save", LORA),
     Sign(r"\.base_layer\.", "a PEFT adapter of a method that is not known here", MERGE),
     Sign(r"^base_model\.", "a model inside PEFT's wrapper", MERGE),

@@ -126,6 +126,7 @@ OTHERS = {
     "TRL's wrapper": {},
     "modules_to_save": {"lm_head.modules_to_save.default.weight": (256, 64)},
     "LoRA of an embedding": {"model.embed_tokens.lora_embedding_A.default": (4, 256)},
+    "LoRA of torchtitan": {"model.layers.0.self_attn.q_proj.lora_a.weight": (2, 64)},
     "IA3": {"model.layers.0.mlp.down_proj.ia3_l.default": (1, 128)},
 }
 PREFIXES = {"policy beside other models": ("policy.", "reference."), "TRL's wrapper": ("pretrained_model.",)}
@@ -148,10 +149,31 @@ def test_every_sign_in_every_container(base, model, convert, tmp_path, container
 @pytest.mark.parametrize(
     "key",
     ["model.base_model_layer.weight", "prompt_encoder_layer.weight", "policy.model.embed_tokens.weight",
-     "reward_model.v_head_norm.weight", "model.layers.0.mlp.hada.weight"],
+     "reward_model.v_head_norm.weight", "model.layers.0.mlp.hada.weight", "prompt_encoder.point_embed.0.weight",
+     "prompt_encoder.shared_embedding.positional_embedding", "prompt_encoder.mask_embed.conv1.weight"],
 )  # fmt: skip
 def test_names_that_only_look_like_one(key, tmp_path):
     """They pass, and hide no real one beside them."""
     assert require_plain([key], tmp_path) is None
     with pytest.raises(UnsupportedError, match="lora_A"):
         require_plain([key, "model.layers.0.self_attn.q_proj.lora_A.weight"], tmp_path)
+
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16}
+DECODER = {"hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16}
+
+
+def test_a_sam_is_no_prompt_of_peft(convert, tmp_path):
+    """Its prompt encoder is a part of the model."""
+    from transformers import SamConfig, SamModel
+
+    prompts = {"hidden_size": 16, "image_size": 32, "patch_size": 16, "mask_input_channels": 4}
+    vision = {**TINY, "output_channels": 16, "mlp_dim": 16, "global_attn_indexes": [0]}
+    config = SamConfig(vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=DECODER)
+    SamModel(config).save_pretrained(tmp_path / "sam")
+    for command in ("hf2hf", "hf2fsdp"):
+        ran = convert(command, tmp_path / "sam", tmp_path / command)
+        assert ran.code == 0, ran.err
+    ran = convert("fsdp2hf", tmp_path / "hf2fsdp", tmp_path / "back")
+    assert ran.code == 0, ran.err
+    assert convert("diff", tmp_path / "back", tmp_path / "sam").code == 0

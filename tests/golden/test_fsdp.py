@@ -204,6 +204,27 @@ def test_a_container_can_be_named(model, convert, tmp_path, extra):
     assert convert("fsdp2hf", folder, tmp_path / "none", "--config", source, "--container", "teacher").code == 5
 
 
+@pytest.mark.parametrize(
+    ("container", "outer", "named"),
+    [
+        ("ema", "", "ema"),
+        ("model", "teacher.", "teacher"),
+        ("ema_model", "module.", "ema_model"),
+        ("model", "net.", ""),
+    ],
+)
+def test_a_copy_alone_is_named(model, convert, tmp_path, container, outer, named):
+    source = model("llama")
+    folder = save(tmp_path / "c", {container: {outer + key: value for key, value in weights(source).items()}})
+    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", source)
+    assert ran.code == 0, ran.err
+    assert ("the name of a model beside the one that is trained" in ran.err) == bool(named)
+    assert not named or f"all weights here are under '{named}'" in ran.err
+    ran = convert("fsdp2hf", folder, tmp_path / "chosen", "--config", source, "--container", container)
+    assert ran.code == 0, ran.err
+    assert "beside the one that is trained" not in ran.err
+
+
 @pytest.mark.parametrize(("name", "outer"), [("llama-tied", "model."), ("gpt2", "net.inner."), ("falcon", "policy.")])
 def test_a_module_around_the_model(model, convert, tmp_path, name, outer):
     """A LightningModule keeps the model in an attribute, as Composer's HuggingFaceModel does.

@@ -109,6 +109,34 @@ def test_its_own_export_of_gpt_oss_lacks_the_experts():
     assert left == {f"model.layers.{layer}.mlp.experts.{matrix}" for layer in range(2) for matrix in matrices}
 
 
+OWN = "that of torchtitan's own models of this kind is "
+STOCK = [
+    ("llama_v022", {}, []),
+    ("llama_v010", {}, [f"rope_scaling = None: {OWN}llama3 (8.0)"]),
+    ("llama_v022", {"rms_norm_eps": 1e-6}, [f"norm_epsilon = 1e-06: {OWN}1e-05"]),
+    ("qwen3_v022", {}, []),
+    ("qwen3_moe_v030", {"norm_topk_prob": False}, [f"router_normalized = False: {OWN}True"]),
+    ("gpt_oss_v030", {}, [f"sliding_window = 4: {OWN}128"]),
+    ("deepseek_v3_v030", {}, ["all norms with an epsilon of 1e-05"]),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "notes"), STOCK)
+def test_what_no_checkpoint_records(convert, tmp_path, name, fields, notes):
+    """Its own models compute with settings of their own: another one in the config is named, on both ways."""
+    from safetensors.torch import load_file, save_file
+
+    case = HERE / name
+    base = with_config(tmp_path / "config", case / "hf", **fields)
+    save_file(load_file(case / "hf/model.safetensors"), base / "model.safetensors", {"format": "pt"})
+    ways = [("fsdp2hf", case / "step-1", "--config", base), ("hf2fsdp", base, "--names", "torchtitan")]
+    for command, source, *options in ways:
+        ran = convert(command, source, tmp_path / command, *options)
+        assert ran.code == 0, ran.err
+        assert ran.err.count("torchtitan's own") == len(notes)
+        assert all(note in ran.err for note in notes), ran.err
+
+
 def test_a_run_of_steps(convert, tmp_path):
     """The folder around step-N is the run: each step becomes a folder of its own."""
     case = HERE / "llama_v022"

@@ -1,13 +1,11 @@
-"""Expressions in the settings of a LoRA: those whose matching takes no end are refused, and no ordinary ones."""
+"""Expressions in the settings of a LoRA: those whose matching takes no end are refused, and no other ones."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from formats.errors import UnsupportedError
-from formats.huggingface.lora_config import require_lora
+from formats.huggingface import lora_patterns
 
 ORDINARY = [
     r".*\.(q_proj|v_proj)",
@@ -19,19 +17,50 @@ ORDINARY = [
     r"model\.(layers\.\d+\.)?.*(attn|mlp)?\.[a-z_]+",
     r"model\.layers\.([0-9]|1[0-9])\..*",
 ]
-ENDLESS = [r"([a-z_.0-9]+)+!", r"(a.*b)*", r"(a|a)*x!|(?:aa|a)+", r"(?=(\w+)*$)", r"(a?){30}b", r"(x(y|zz))*"]
+HARMLESS = [r"(\w+\.)*q_proj", r"((model|layers|\d+)\.)+self_attn\.(q|k|v)_proj", r"(a.*b)*", r"(x(y|zz))*"]
+ENDLESS = [
+    r"([a-z_.0-9]+)+!", r"(?=([\w.]+)*!)", r".*.*.*.*.*.*x", r"(.?.?.?.?.?.?.?){9}!", r"(a|l|\w|.)*!",
+]  # fmt: skip
+MODULES = [f"model.layers.{layer}.self_attn.long_{'name' * 10}_of_q_proj" for layer in range(80)]
 
 
-def settings(name: str, text: str) -> dict[str, object]:
-    """Settings in which one has an expression."""
-    value = {text: 4} if name.endswith("_pattern") else text
-    return {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 4} | {name: value}
+def test_those_that_end_are_taken():
+    """All at once, by the time that all of them take; as names of modules, of layers, and of ranks."""
+    texts = ORDINARY + HARMLESS
+    config = {"modules_to_save": texts, "layers_pattern": texts, "rank_pattern": dict.fromkeys(texts, 4)}
+    lora_patterns.require_bounded(config, config, MODULES, "adapter_config.json")
+    for text in (texts[0], HARMLESS[0]):
+        lora_patterns.require_bounded({"target_modules": text}, ["target_modules"], MODULES, "adapter_config.json")
 
 
-@pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
-def test_expressions(name):
-    for text in ORDINARY:
-        require_lora(settings(name, text), Path("adapter_config.json"))
-    for text in ENDLESS:
-        with pytest.raises(UnsupportedError, match=f"says {name} = .*a repeat contains"):
-            require_lora(settings(name, text), Path("adapter_config.json"))
+@pytest.mark.parametrize("text", ENDLESS)
+def test_those_that_do_not_end_are_refused(monkeypatch, text):
+    monkeypatch.setattr(lora_patterns, "MAX_SECONDS", 1)
+    with pytest.raises(UnsupportedError, match=r"says target_modules = .* does not match it with 80 names of modules"):
+        lora_patterns.require_bounded({"target_modules": text}, ["target_modules"], MODULES, "adapter_config.json")
+
+
+VALUES = {
+    "exclude_modules": ENDLESS[0], "modules_to_save": ["lm_head", ENDLESS[0]], "layers_pattern": ENDLESS[0],
+    "rank_pattern": {ENDLESS[0]: 4}, "alpha_pattern": {"q_proj": 4, ENDLESS[0]: 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_setting(monkeypatch, name):
+    monkeypatch.setattr(lora_patterns, "MAX_SECONDS", 1)
+    with pytest.raises(UnsupportedError, match=f"says {name} = .* does not match it with 80 names of modules"):
+        lora_patterns.require_bounded({name: VALUES[name]}, [name], MODULES, "adapter_config.json")
+
+
+def test_the_one_that_does_not_end_is_named(monkeypatch):
+    monkeypatch.setattr(lora_patterns, "MAX_SECONDS", 1)
+    config = {"target_modules": r".*\.q_proj", "exclude_modules": r"(.*a)*!", "layers_pattern": "h"}
+    with pytest.raises(UnsupportedError, match="says exclude_modules = "):
+        lora_patterns.require_bounded(config, lora_patterns.NAMED, ["a" * 60], "adapter_config.json")
+
+
+def test_a_list_of_names_starts_no_process(monkeypatch):
+    monkeypatch.setattr(lora_patterns.subprocess, "run", None)
+    config = {"target_modules": ["q_proj", "a+"], "modules_to_save": ["lm_head"], "rank_pattern": {"layers.0.q": 4}}
+    lora_patterns.require_bounded(config, lora_patterns.NAMED + lora_patterns.RANKS, ["q"], "adapter_config.json")

@@ -151,6 +151,7 @@ def spec_of(
     padded: int,
     *,
     settled: bool = False,
+    trained: bool = False,
     config_place: str = "",
 ) -> ModelSpec:
     """The spec of a model, from the args of its checkpoint and the config that travels with it.
@@ -166,6 +167,7 @@ def spec_of(
         padded: rows of the embedding in the files.
         settled: whether the model computes what the args say, even a setting that some version ignores. A checkpoint
             that a conversion wrote (it has a manifest) always does, since nobody has trained it with such a version.
+        trained: whether the args are those of a training though no parser of Megatron-LM made them.
         config_place: what to call the config in an error, where it is not the config.json of `assets`.
 
     Raises:
@@ -180,7 +182,8 @@ def spec_of(
         spec = provider.spec_of(args, settings.values, base, str(path), settings.accept)
         spec = with_vocab(spec, settings, iteration)
     else:
-        spec = from_megatron(args, settings.values, base, str(path), accept=settings.accept, settled=settled)
+        accept = settings.accept
+        spec = from_megatron(args, settings.values, base, str(path), accept=accept, settled=settled, trained=trained)
         spec = spec if base else as_recorded(spec, args, settings.values, iteration)
         spec = with_vocab(spec, settings, iteration)
     if spec.vocab is not None and not spec.vocab <= padded:

@@ -178,7 +178,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         folder,
         common.path,
         padded,
-        settled=saved_config is not None,
+        trained=saved_config is not None,
         config_place=config_place,
     )
     require_padding(spec, padded, args, folder, settings)

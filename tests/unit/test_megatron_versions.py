@@ -302,6 +302,20 @@ def test_an_exact_gelu_that_transformer_engine_computed_is_asked_for(option):
     assert from_megatron(trained(args_of("llama"), "0.19") | {option: True}, {}, None, "args").family == "llama"
 
 
+def test_yarn_that_one_kernel_rotates_is_asked_for():
+    """It passes no scale to the kernel (0.16 to 0.19, transformer/attention.py `apply_fused_qkv_rotary_pos_emb`)."""
+    fused = {"fused_single_qkv_rope": True}
+    args = trained(args_of(rope_parameters=PLAIN_YARN), "0.19")
+    with pytest.raises(RefusedError, match="fused_single_qkv_rope = True with YaRN") as raised:
+        from_megatron(args | fused, {}, None, "args")
+    unscaled, scaled = (json.loads(way) for way in re.findall(r"--set 'rope_scaling=(.*?)'", raised.value.hint))
+    assert unscaled == scaled | {"attention_factor": 1.0}
+    for scaling in (unscaled, scaled):
+        assert from_megatron(args | fused, {"rope_scaling": scaling}, None, "args").rope_scaling == scaling
+    latent = trained(args_of("deepseek_v3"), "0.19") | fused
+    assert from_megatron(latent, {}, None, "args").family == "deepseek_v3"
+
+
 def test_norms_around_zero_to_which_a_run_added_no_one_are_refused():
     args = trained(args_of("qwen3_next"), "0.19") | {"batch_invariant_mode": True}
     with pytest.raises(UnsupportedError, match="batch_invariant_mode = True with apply_layernorm_1p = True") as raised:

@@ -3,6 +3,8 @@
 Args record the settings that a run was given, not the settings that it computed with; and a modified source tree, which
 may heed more of them, leaves the same args. Where the two readings differ, the user has to choose. Args that no parser
 made were written by a converter, and nobody trained with them: every save of Megatron writes what its own parser made.
+Megatron-Bridge and NeMo save no args, but the fields of a class (`run_config.py`), which train likewise; what a release
+of Megatron-LM fails to pass to megatron-core, they pass.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args.layers import own_attention
+from formats.megatron.args.rope import NO_SCALE
 from formats.megatron.args.table import PATTERN
 from formats.megatron.args.versions import FAILS, by_name, effective_args, ignored, version_of
 from formats.model.spec import ModelSpec
@@ -21,6 +24,8 @@ FUSED_TOKENS = 4096
 """Most keys of which Megatron's fused softmax computes the probabilities."""
 INVARIANT = "batch_invariant_mode"
 """The option that replaces the RMSNorm of Transformer Engine."""
+FUSED_ROPE = "fused_single_qkv_rope"
+"""The option by which one kernel of Transformer Engine rotates queries and keys."""
 TE_GELU = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 """Options by which Transformer Engine computes the activation."""
 Args = Mapping[str, Any]
@@ -109,7 +114,7 @@ def require_window(args: Args, window: int | None, where: str) -> None:
     length, given = args.get("seq_length"), short(args.get("window_size"))
     half = bool(args.get("bf16") or args.get("fp16"))
     fused, own = half and args.get("masked_softmax_fusion") is True, own_attention(args)
-    if version_of(args) is None or not fused or not own or window is None or type(length) is not int:
+    if not fused or not own or window is None or type(length) is not int:
         return
     if max(16, window) < length <= FUSED_TOKENS:
         raise RefusedError(
@@ -133,7 +138,7 @@ def require_gelu(args: Args, activation: str | None, where: str) -> None:
         RefusedError: they specify the exact GELU, and an option by which Transformer Engine computes it.
     """
     fused = [name for name in TE_GELU if args.get(name) is True]
-    if fused and activation == "gelu" and version_of(args) and args.get("transformer_impl") == "transformer_engine":
+    if fused and activation == "gelu" and args.get("transformer_impl") == "transformer_engine":
         raise RefusedError(
             f"{where}: {fused[0]} = True with bias_gelu_fusion = False: GELU is the exact one in these args, and the "
             "approximation with tanh in Transformer Engine, which computed it",
@@ -145,7 +150,8 @@ def require_centred(args: Args, values: Mapping[str, Any], accept: Collection[st
     """Refuse weights of RMSNorm around zero where a run left 1 out, in all norms that are no part of a linear layer.
 
     `BatchInvariantRMSNormFn.forward` (megatron-core 0.19.2, transformer/custom_layers/batch_invariant_kernels.py)
-    multiplies by the weight as it is stored; the norms in TELayerNormColumnParallelLinear add 1.
+    multiplies by the weight as it is stored; the norms in TELayerNormColumnParallelLinear add 1. Megatron-LM alone puts
+    it in the place of Transformer Engine's (training/initialize.py): to Megatron-Bridge and NeMo the option means less.
 
     Args:
         args: the args of the checkpoint.
@@ -169,6 +175,32 @@ def require_centred(args: Args, values: Mapping[str, Any], accept: Collection[st
         "norms in linear layers and of no others then, which no model of transformers does",
         f"--accept {INVARIANT} for a tree that adds it to all",
     )
+
+
+def require_scale(args: Args, scaling: Scaling, where: str) -> None:
+    """Refuse YaRN of which a kernel left out the scale of queries and keys, transformers' `attention_factor`.
+
+    `SelfAttention.forward` (megatron-core 0.16 to 0.19, transformer/attention.py) passes the scale to
+    `apply_rotary_pos_emb`, and not to `apply_fused_qkv_rotary_pos_emb`. Latents never get there.
+
+    Args:
+        args: the args of the checkpoint.
+        scaling: the rope scaling that they specify.
+        where: what to call the file in an error.
+
+    Raises:
+        RefusedError: they specify such a YaRN, and the option by which this kernel computes it.
+    """
+    known = scaling or {}
+    scale = [known.get(name) for name in NO_SCALE]
+    if args.get(FUSED_ROPE) is not True or known.get("rope_type") != "yarn" or args.get("multi_latent_attention"):
+        return
+    if None in scale or scale[0] != scale[1]:
+        unscaled = {name: value for name, value in known.items() if name not in NO_SCALE} | {"attention_factor": 1.0}
+        raise RefusedError(
+            f"{where}: {FUSED_ROPE} = True with YaRN: this kernel leaves out its scale of queries and keys",
+            f"{_way(unscaled, 'the stock tree')} or {_way(scaling, 'a tree that scales them')}",
+        )
 
 
 def _reading(args: Args, read: Callable[[Args], Scaling]) -> tuple[Scaling] | None:

@@ -14,6 +14,7 @@ from formats.families import family_named
 from formats.megatron.args import ambiguous, fields, mlp
 from formats.megatron.args.fitting import fitting
 from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
+from formats.megatron.args.versions import version_of
 from formats.model.checks import checked, layers_of, lost_setting, require_same_settings
 from formats.model.codec import read, write
 from formats.model.settings import FIXED, corrected
@@ -35,6 +36,7 @@ def from_megatron(
     *,
     accept: Collection[str] = (),
     settled: bool = False,
+    trained: bool = False,
 ) -> ModelSpec:
     """Read the `args` of a Megatron checkpoint.
 
@@ -46,6 +48,7 @@ def from_megatron(
         accept: arguments that the user names, to be treated as if they had a value that is understood.
         settled: whether the model computes what the args specify, whichever version made them, such as args that a
             conversion wrote.
+        trained: whether the args are those of a training though no parser of Megatron-LM made them.
 
     Raises:
         SourceError: a setting is missing.
@@ -57,14 +60,15 @@ def from_megatron(
     if args.get(POSITIONS) in (None, "learned_absolute") and args.get(ROTARY):
         args = {**args, POSITIONS: "rope"}  # in older trees the flag is all that tells
     if args.get(POSITIONS) is None:
-        return _with_learned_positions(args, settings, base, where, accept, settled)
+        return _with_learned_positions(args, settings, base, where, accept, settled, trained)
     traits = marks(args)
     holding = conditions(traits)
     judged = [row.keys for row in TABLE if row.condition in holding.intersection(MARKS)]
     understood = {name for keys in judged for names in keys for name in names}
     notes = fields.require_understood(args, where, understood=understood, accept=accept)
     values = read(READ, args, holding, where, known=described(traits))
-    notes += mlp.clamped(args, accept, where) if "sinks" in traits and not settled else []
+    asked = not settled and (trained or version_of(args) is not None)
+    notes += mlp.clamped(args, accept, where) if "sinks" in traits and asked else []
 
     def scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
         values = read(SCALING, args, holding, where)
@@ -72,11 +76,13 @@ def from_megatron(
 
     if "rope_scaling" not in settings:
         values["rope_scaling"] = scaling(args) if settled else ambiguous.rope_scaling(args, scaling, base, where)
-    if not settled:
+    if asked:
         if "sliding_window" not in settings and "sinks" not in traits:  # which no fused softmax computes
             ambiguous.require_window(args, values["sliding_window"], where)
         if "activation" not in settings:
             ambiguous.require_gelu(args, values.get("activation"), where)
+        if "rope_scaling" not in settings:
+            ambiguous.require_scale(args, values["rope_scaling"], where)
         notes += ambiguous.require_centred(args, values, accept, where)
     if values["learned"] or "state" in traits:
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
@@ -93,6 +99,7 @@ def _with_learned_positions(
     where: str,
     accept: Collection[str],
     settled: bool,
+    trained: bool,
 ) -> ModelSpec:
     """The spec of args that say nothing of positions: older trees learn them then.
 
@@ -101,7 +108,8 @@ def _with_learned_positions(
     """
 
     def of(kind: str) -> ModelSpec:
-        return from_megatron({**args, POSITIONS: kind}, settings, base, where, accept=accept, settled=settled)
+        known = {**args, POSITIONS: kind}
+        return from_megatron(known, settings, base, where, accept=accept, settled=settled, trained=trained)
 
     try:
         return of("learned_absolute")

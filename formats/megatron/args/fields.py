@@ -245,10 +245,10 @@ yaml_cfg                                    compute  null
 yarn_beta_fast                              compute  read
 yarn_beta_slow                              compute  read
 yarn_correction_range_round_to_int          compute  read
-yarn_mscale                                 compute  nothing
-yarn_mscale_all_dim                         compute  nothing
+yarn_mscale                                 compute  with yarn_rotary_scaling_factor
+yarn_mscale_all_dim                         compute  with yarn_rotary_scaling_factor
 yarn_original_max_position_embeddings       compute  read
-yarn_rotary_scaling_factor                  compute  nothing
+yarn_rotary_scaling_factor                  compute  null
 """
 """Argument, class, and its harmless values, with which the tables here are right; `experts`: acts only with experts.
 

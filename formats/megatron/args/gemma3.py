@@ -27,7 +27,7 @@ from typing import Any
 from formats.errors import short
 from formats.megatron.args.layers import FULL, SLIDING
 from formats.megatron.args.mlp import GELU
-from formats.megatron.args.provider import Provider, refusal, unsupported_field
+from formats.megatron.args.provider import Provider, own_attention, refusal, unsupported_field
 from formats.megatron.args.releases import FIRST_RELEASE, LATER
 from formats.megatron.args.rope import plain, write_base
 from formats.model.accepted import EPSILON as DEVIATION
@@ -72,6 +72,7 @@ attn_logit_softcapping         -                                must be null
 final_logit_softcapping        -                                must be null
 use_bidirectional_attention    -                                must be false
 -                              transformer_layer_spec           layer spec
+-                              attention_backend                own attention
 -                              normalization                    = "RMSNorm"
 -                              position_embedding_type          = "rope"
 -                              layernorm_zero_centered_gamma    = true
@@ -245,6 +246,7 @@ def _table(text: str, window: Maker) -> tuple[Row, ...]:
             "must be null": _without("it caps no logits, and this model at {}", None),
             "must be false": _without("it sees what is before a token alone", False, None),
             "layer spec": choice((SPEC, None)),
+            "own attention": own_attention,
         },
     )
 

@@ -7,7 +7,7 @@ models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`. Transformer Engine 
 dot_product_attention/utils.py `check_set_window_size`: to its causal masks -1 is no bound, and a right of -1 is 0. To
 the mask of megatron-core's own attention (0.19.2 too) -1 is a number: a token does not see itself. Local layers have
 that attention, and since 0.19 those of Transformer Engine with `--attention-backend local` (megatron/training/models/
-gpt.py `build_model`).
+gpt.py `build_model`), in Megatron-Bridge and NeMo with any megatron-core (`builders.py`).
 """
 
 from __future__ import annotations
@@ -88,14 +88,21 @@ def _write_kinds(value: Any, context: Context) -> list[int]:
     return [int(kind == SLIDING) for kind in kinds]
 
 
+def is_local(backend: Any) -> bool:
+    """Whether an attention backend is local, in the args of Megatron-LM or the YAML of Megatron-Bridge."""
+    match backend:
+        case "local" | Opaque(name="AttnBackend", args=(4,)):
+            return True
+        case {"_target_": "megatron.core.transformer.enums.AttnBackend", "_args_": [4]}:
+            return True
+    return False
+
+
 def own_attention(args: Mapping[str, Any]) -> str:
     """The argument with its value by which attention is megatron-core's own, not Transformer Engine's; else empty."""
     if args.get("transformer_impl") == "local":
         return "transformer_impl = local"
-    match args.get("attention_backend"):
-        case Opaque(name="AttnBackend", args=(4,)) | "local":
-            return "attention_backend = local"
-    return ""
+    return "attention_backend = local" if is_local(args.get("attention_backend")) else ""
 
 
 def _read_window(spelled: Any, context: Context) -> int | None:

@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import short
-from formats.megatron.args.provider import Provider, refusal, unsupported_field
+from formats.megatron.args.provider import Provider, own_attention, refusal, unsupported_field
 from formats.megatron.args.releases import LATER
-from formats.megatron.args.rope import YARN, plain, read_yarn, write_base, yarn
+from formats.megatron.args.rope import YARN_FIELDS as FIELDS
+from formats.megatron.args.rope import plain, read_yarn, write_base, yarn
 from formats.megatron.args.vision import config_in
 from formats.model.codec import Codec, Context, Maker, Spelled, choice, rows, single
 from formats.model.values import positive_float
@@ -31,8 +32,6 @@ MODULE = "megatron.bridge.models.ministral3.ministral3_provider"
 WHOLE = "hf_config"
 """The field that is the config of the whole model."""
 BETA, LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
-FIELDS = {name: f"yarn_{key.removeprefix('yarn_')}" for name, key in YARN.items()}
-"""Bridge's field by parameter of transformers' YaRN."""
 
 TEXT = """
 layers          num_layers
@@ -49,6 +48,7 @@ rope_theta      rotary_base                            integer if whole
 rope_scaling    {fields}                               YaRN with growth
 sliding_window  window_size                            must be null
 -               transformer_layer_spec                 layer spec
+-               attention_backend                      own attention
 -               activation_func                        SiLU
 -               position_embedding_type                = "yarn"
 -               normalization                          = "RMSNorm"
@@ -145,6 +145,7 @@ PROVIDER = Provider(
             "YaRN with growth": _growing,
             "must be null": _without_window(),
             "layer spec": choice((SPEC, None)),
+            "own attention": own_attention,
             "SiLU": choice((SILU, None)),
         },
     ),

@@ -13,7 +13,6 @@ from typing import Any
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import BIASES
 from formats.megatron.args.codecs import refusal
-from formats.megatron.args.versions import version_of
 from formats.model.accepted import FUSION
 from formats.model.codec import Codec, Context, Spelled, choice, fixed, single
 from formats.model.values import positive_float
@@ -102,11 +101,10 @@ def clamped(args: Mapping[str, Any], accept: Collection[str], where: str) -> lis
 
     Such runs have experts that are not grouped, and the fusion (0.15 to 0.19: transformer/mlp.py leaves the bias to
     fusions/fused_bias_geglu.py `weighted_bias_quick_geglu_impl`, which clamps first). Grouped experts add the bias
-    earlier (transformer/moe/experts.py, `skip_bias_add=False`). Args that no parser made were written by a converter,
-    and nobody trained with them.
+    earlier (transformer/moe/experts.py, `skip_bias_add=False`).
 
     Args:
-        args: the args of a checkpoint.
+        args: the args of a training.
         accept: arguments that the user names, to be treated as if they had a known value.
         where: what to call the file of the args in an error.
 
@@ -116,7 +114,7 @@ def clamped(args: Mapping[str, Any], accept: Collection[str], where: str) -> lis
     Raises:
         UnsupportedError: the run clamped before the bias, and this was not accepted.
     """
-    if version_of(args) is None or args.get("moe_grouped_gemm") or not args.get(FUSION, True):
+    if args.get("moe_grouped_gemm") or not args.get(FUSION, True):
         return []
     if FUSION in accept:
         return [f"{FUSION} = True is taken as False: the run clamped before it added the biases of its experts"]

@@ -15,8 +15,9 @@ from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families import family_named
 from formats.megatron.args import fields
 from formats.megatron.args.args import ALIKE, confirmed
+from formats.megatron.args.layers import is_local
 from formats.megatron.args.table import values_of
-from formats.model.codec import Row, read, write
+from formats.model.codec import Codec, Context, Row, Spelled, read, write
 from formats.model.spec import ModelSpec
 
 TARGET = "_target_"
@@ -150,6 +151,21 @@ class Provider:
                 "take another --tp",
             )
         return spec.vocab
+
+
+def own_attention(key: str) -> Codec:
+    """A codec of the attention backend of a class with an attention of its own, of which a local one takes the place.
+
+    Facts: Megatron-Bridge 0.3 to 0.6 models/gpt_provider.py `GPTModelProvider.provide`.
+    """
+
+    def read(spelled: Spelled, context: Context) -> None:
+        if is_local(spelled.get(key)):
+            raise unsupported_field(
+                context.where, f"{key} = local takes megatron-core's attention in the place of that of the class"
+            )
+
+    return Codec(read, lambda *_: {})
 
 
 def refusal(why: str) -> RefusedError:

@@ -28,6 +28,8 @@ YARN = {
     "mscale_all_dim": "mscale_all_dim",
 }
 """Megatron's argument by parameter of transformers' YaRN."""
+YARN_FIELDS = {name: f"yarn_{key.removeprefix('yarn_')}" for name, key in YARN.items()}
+"""The field of Megatron-Bridge's classes by parameter of transformers' YaRN: megatron-core's GPTModel reads these."""
 LATENT = {name: key.removeprefix("yarn_") for name, key in YARN.items() if name != "truncate"}
 """`YARN` for multi-latent attention, which always truncates (transformer/multi_latent_attention.py)."""
 OR_NONE = ("beta_fast", "beta_slow")

@@ -23,11 +23,12 @@ from typing import Any
 import yaml
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.megatron.args import providers, vision, visions
+from formats.megatron.args import builders, providers, vision, visions
 from formats.megatron.args.fields import FIELDS, LAYERS
 from formats.megatron.args.moe import INTERLEAVE
 from formats.megatron.args.options import Options
 from formats.megatron.args.provider import TARGET, Provider
+from formats.megatron.args.rope import YARN, YARN_FIELDS
 from formats.megatron.args.run_options import RUN
 from formats.megatron.args.vision import Vision
 from formats.model.spec import ModelSpec
@@ -44,20 +45,6 @@ PLAIN = re.compile(
     r"qwen3\.Qwen3)\w*"
 )
 """Classes, with their modules, whose fields alone determine the model."""
-VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
-BUILDERS: Mapping[str, Collection[str]] = {
-    **{
-        f"{module}.{name}_layer_spec": ()
-        for module in ("megatron.bridge.models.gpt_provider", "nemo.collections.llm.gpt.model.base")
-        for name in ("default", "local", "transformer_engine", "transformer_engine_full")
-    },
-    "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec": ("use_transformer_engine",),
-    f"{VARIANTS}.get_transformer_block_with_experimental_attention_variant_spec": (),
-}
-"""Functions that build layers of what the other fields say: the arguments they may be given, which choose kernels.
-
-The same files, and Megatron-Bridge 0.2 to 0.6 models/: the last one is that of a model with latents.
-"""
 RENAMED = {
     "num_moe_experts": "num_experts",
     "rope_scaling": "use_rope_scaling",
@@ -69,7 +56,8 @@ RENAMED = {
 """The argument of Megatron-LM with the same meaning, by field."""
 OWN = {
     "_cpu_offloading_context", TARGET, "activation_func", "data_step_fn", "first_pipeline_num_layers",
-    "forward_step_fn", "gated_linear_unit", "generation_config", "hf_model_id", "last_pipeline_num_layers",
+    "forward_step_fn", "gated_linear_unit", "generation_config", "hf_model_id", "hf_model_revision",
+    "last_pipeline_num_layers",
     "mtp_enabled", "parallel_output", "scatter_embedding_sequence_parallel", "share_embeddings_and_output_weights",
     "should_pad_vocab", LAYERS, "use_arbitrary_attention_mask", "use_transformer_engine_full_layer_spec",
 }  # fmt: skip
@@ -258,7 +246,7 @@ def _provider_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         UnsupportedError: the activation is none of Megatron-LM's.
     """
-    called, odd = _called(fields.get("activation_func"))
+    called, odd = builders.called(fields.get("activation_func"))
     function, gated = "" if odd else NAMED.get(called, ""), fields.get("gated_linear_unit")
     activation = ACTIVATIONS.get((function, gated is True))
     if activation is None:
@@ -272,35 +260,15 @@ def _provider_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "squared_relu": False,
         **_renamed(fields),
         **activation,
-        "bias_gelu_fusion": function == "gelu" and fields.get("bias_activation_fusion") is True,
+        "bias_gelu_fusion": function in ("gelu", "quick_gelu") and fields.get("bias_activation_fusion") is True,
         "untie_embeddings_and_output_weights": fields.get("share_embeddings_and_output_weights") is False,
         "group_query_attention": groups is not None,
         "disable_bias_linear": fields.get("add_bias_linear") is False,
         "apply_layernorm_1p": fields.get("layernorm_zero_centered_gamma") is True,
         **_llama3(fields, path),
-        **_unknown_layers(fields.get(LAYERS)),
+        **_yarn(fields),
+        **builders.computed_by(fields),
     }
-
-
-def _called(function: Any) -> tuple[str, list[str]]:
-    """The import path of a function, and the names of the arguments that it is given.
-
-    Args:
-        function: a function, or one with arguments (`functools.partial`), as utils/yaml_utils.py of Megatron-Bridge
-            writes both.
-    """
-    fields = function if isinstance(function, dict) else {TARGET: function}
-    given = [key for key, value in fields.items() if key not in (TARGET, "_call_", "_partial_") and value != []]
-    return str(fields.get(TARGET)), given
-
-
-def _unknown_layers(builder: Any) -> dict[str, Any]:
-    """The field of a function that builds layers, if it is none of `BUILDERS`: no argument, so that it is refused."""
-    if builder is None:
-        return {}
-    name, given = _called(builder)
-    odd = [key for key in given if key not in BUILDERS.get(name, given)]
-    return {} if name in BUILDERS and not odd else {LAYERS: f"{name}({', '.join(odd)})" if odd else name}
 
 
 def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -315,6 +283,14 @@ def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if fields.get(name) != only:
             raise RefusedError(f"{path}: {name} = {short(fields.get(name))}, and megatron-core has {only} alone")
     return {"use_rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
+
+
+def _yarn(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The args for YaRN; empty without it. Without a value of its own the range is not truncated (`round_to_int`)."""
+    if fields.get("position_embedding_type") != "yarn":
+        return {}
+    args = {argument: fields.get(YARN_FIELDS[name]) for name, argument in YARN.items()}
+    return {**dict.fromkeys(YARN_FIELDS.values()), **args, YARN["truncate"]: bool(args[YARN["truncate"]])}
 
 
 def written(

@@ -30,7 +30,7 @@ from converters.move.staging import disk, intact
 from converters.move.turns import Turns, one_writer
 from converters.plan.plan import Job, Plan, make_plan, needs
 from converters.plan.request import Request
-from converters.prove import digest
+from converters.prove import digest, sources
 from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target
 from formats.disk.handle import is_remote
 from formats.errors import (
@@ -84,7 +84,7 @@ def run(
         VerificationError: the source contradicts its manifest; or the output does not read back as planned.
         Interrupted: a signal came; the same call resumes.
     """
-    stamps = stamps_of(plan)
+    plan, stamps = sources.compared(plan), stamps_of(plan)
     target, opened = _begin(plan, request)
     if plan.source.proof is not None:
         prove(plan.source.proof, request)
@@ -135,9 +135,10 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
         OutputError: OUT exists, there is no room, or another process works on the share or on the whole conversion.
         DamagedError: data that was read does not have the checksum that the source records. `run` compares the archive
             entries of which each process has read a part.
-        VerificationError: copies of a tensor differ.
+        VerificationError: copies of a tensor differ, or the source contradicts its manifest.
         Interrupted: a signal came; the same call resumes.
     """
+    plan = sources.compared(plan)
     target, opened = _begin(plan, request, share)
     jobs = share.jobs(plan.jobs)
     with stoppable() as stopped, opened as journal:
@@ -160,7 +161,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
         raise ValueError("a plan without a target cannot run")
     for source in plan.sources:
         check_paths(source, request, plan.target.copies.values())
-    digest.check_manifests(plan)
+    sources.check_manifests(plan)
     check_room(plan, request, share)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     every, place = request.commit_seconds, request.place
@@ -261,7 +262,7 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
 
     `weights` is the folder of the output in which its weight files can be read.
     """
-    digest.check_source(plan, digests)
+    sources.check_source(plan, digests)
     written = assets.write(request.root, target.texts, target.copies)
     if plan.plan_of_output is None or plan.remembered:
         manifest = digest.manifest(plan, target, digests, request.root, weights)

@@ -111,7 +111,7 @@ class Checkpoint:
         ties: the names of entries in the model files that are equal in all files of one save.
         unbounded: whether a shape is only the extent of the pieces, since the files do not record how many there were.
         left: the names of the tensors that are not read, where only a part of the model is; None where all of it is.
-        original: where the tensors are read as parts of other tensors, the checkpoint with its own.
+        original: where the tensors are read as parts of other tensors, or quantized, the checkpoint with its own.
     """
 
     root: Path

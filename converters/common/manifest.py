@@ -108,20 +108,24 @@ def _content(file: OutputFile) -> bytes:
     return bytes(content)
 
 
-def changed_files(home: Path) -> list[str] | None:
+def changed_files(home: Path, sections: Iterable[str] = RECORDED) -> list[str] | None:
     """The files that differ from a folder's manifest, of those in `RECORDED`; None if it records no small files.
 
     Files above the folder (`../`), of the run around it, may be absent.
+
+    Args:
+        home: the folder of the manifest.
+        sections: the sections of the manifest that are compared.
 
     Raises:
         SourceError: the file is no manifest, or a file of torch.save is damaged.
     """
     facts, changed = read_json(home / MANIFEST), list[str]()
-    for section, sums_of in RECORDED.items():
+    for section in sections:
         remembered = facts.get(section, {})
         if not isinstance(remembered, dict) or not all(isinstance(digest, str) for digest in remembered.values()):
             raise SourceError(f"{home / MANIFEST} is not a manifest of vitruvian")
-        sums = sums_of(home, remembered)
+        sums = RECORDED[section](home, remembered)
         changed += [name for name in sums if sums[name] != remembered[name] and (sums[name] or name[:3] != "../")]
     return changed if "files" in facts else None
 

@@ -46,7 +46,7 @@ from converters.move.source_checks import SourceChecks, Verdict
 from converters.move.staging import disk
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Request
-from converters.prove.digest import check_manifests
+from converters.prove.sources import check_manifests, compared
 from converters.remote.path import RemotePath
 from converters.remote.store import Entry
 from formats.checkpoint import MANIFEST, OutputFile, Target
@@ -116,7 +116,7 @@ def deliver(
         OutputError: OUT exists, or the local disk has no room for its largest files.
         UnsupportedError: the output is an adapter, which is only written into a folder.
     """
-    target, stamps = _target_of(plan, request), stamps_of(plan)
+    target, stamps, plan = _target_of(plan, request), stamps_of(plan), compared(plan)
     for source in plan.sources:
         check_apart(source, request, target.copies.values())
     check_manifests(plan)

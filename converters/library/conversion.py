@@ -35,7 +35,7 @@ from converters.plan import plan as plans
 from converters.plan.opening import open_only, open_training, replicas_of, source_of
 from converters.plan.output import UNIVERSAL, plan_output
 from converters.plan.request import Request, named_of
-from converters.prove import digest
+from converters.prove import digest, sources
 from formats.disk.handle import is_remote
 from formats.errors import UsageError
 from formats.torch_files import saves
@@ -205,7 +205,7 @@ def check(planned: plans.Plan, request: Request) -> None:
     assert planned.target is not None
     for source in planned.sources:
         check_paths(source, request, planned.target.copies.values())
-    digest.check_manifests(planned)
+    sources.check_manifests(planned)
     check_room(planned, request)
 
 

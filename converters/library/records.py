@@ -108,6 +108,7 @@ def _notes(source: Checkpoint) -> list[str]:
 def plan_record(plan: Plan) -> dict[str, Any]:
     """The record of a plan, as `convert plan --json` prints it."""
     from converters.plan.plan import fill_count, name_in, needs
+    from converters.prove.sources import manifest_notes
 
     source, target = plan.source, plan.target
     notes = [*(_notes(source) if plan.plan_of_output is None else ()), *plan.notes]
@@ -137,6 +138,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
     if padding and plan.output_jobs is None:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
+    notes += manifest_notes(plan)
     record["residue"] = _residue(source)
     if target:
         record["target"] = {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
 
-from converters.plan.plan import Job
 
-
-def hasher(job: Job) -> Any:
-    """A BLAKE3 hash that has been fed the name, element type and shape of a job's tensor, before its bytes."""
-    return blake3(f"{job.name} {job.dtype} {list(job.shape)}\n".encode())
+def hasher(name: str, dtype: str, shape: Sequence[int]) -> Any:
+    """A BLAKE3 hash that has been fed the name, element type and shape of a tensor, before its bytes."""
+    return blake3(f"{name} {dtype} {list(shape)}\n".encode())

@@ -66,6 +66,9 @@ def pieces_of(
         buffers: this thread's memory. Each piece is in it, and overwritten by the next.
         box: the part of the tensor, as a start and a stop along each axis; None for all of it.
         accepted: deviations that the user named.
+
+    Raises:
+        VerificationError: what was read is not what the manifest of the source records.
     """
     box = box or tuple((0, n) for n in job.shape)
     readings = [Reading(read, copy, files, buffers, box) for read, copy in zip(job.reads, copies, strict=True)]
@@ -84,6 +87,8 @@ def pieces_of(
         if job.shift < 0:
             values = casts.less_one(values, job.dtype, job.label, rounded=NORMS in accepted)
         yield Piece(start, shape, values)
+    for reading in readings:
+        reading.judge()
 
 
 def run_job(
@@ -92,13 +97,13 @@ def run_job(
     """Execute one job.
 
     Raises:
-        VerificationError: copies of the tensor differ, and the policy does not say which one counts; or elements are
-            NaN or infinite, and the limits refuse these.
+        VerificationError: copies of the tensor differ, and the policy does not say which one counts; elements are
+            NaN or infinite, and the limits refuse these; or what was read is not what a manifest records.
         RefusedError: the tensor is a moment that no optimizer computes, or of an adapter, and NaN or infinite.
         Interrupted: `stop` was true.
     """
     job = job.made
-    digest, targets = hasher(job), Nearby(job.targets, len(job.shape))
+    digest, targets = hasher(job.name, job.dtype, job.shape), Nearby(job.targets, len(job.shape))
     policies = [term.policy for term in job.terms] or [limits.replicas]
     copies = [Copies(read, files, policy) for read, policy in zip(job.reads, policies, strict=True)]
     moments = Moments(job, limits.accepted)

@@ -6,15 +6,18 @@ import threading
 from math import prod
 
 import numpy as np
+from blake3 import blake3
 
 from converters.move import casts
 from converters.move.blocks import Files, gather
 from converters.move.casts import WORDS, Array
+from converters.move.hashing import hasher
 from converters.move.regions import Nearby, tiles
 from converters.move.replicas import Copies, Tile
 from converters.plan.plan import Job
+from formats.checkpoint import MANIFEST
 from formats.disk.safetensors import DTYPES, FLOATS
-from formats.errors import RefusedError, short_memory
+from formats.errors import RefusedError, VerificationError, short_memory
 
 Box = tuple[tuple[int, int], ...]
 """A start and a stop along each axis of a logical tensor."""
@@ -56,6 +59,7 @@ class Reading:
         self.grows = job.rows is not None and box[0][1] > job.rows
         make = last_row if job.last else mean_row
         self.fill = make(job, self.sources, files, self.tile, self.scratch) if self.grows else self.tile[:0]
+        self.digest = blake3()
 
     def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
         """The elements of a tile, as words."""
@@ -64,9 +68,35 @@ class Reading:
             values[:] = 0
         gather(self.files, self.sources, start, shape, values, self.scratch)
         self.copies.settle(values, Tile(start, shape, self.buffers.other, self.buffers.scratch))
+        if self.job.recorded:
+            self._see(start, shape, values)
         if self.grows:
             _grow(values, self.job.rows or 0, self.fill, start, shape)
         return values
+
+    def _see(self, start: tuple[int, ...], shape: tuple[int, ...], values: Array) -> None:
+        """Feed the digest of the tensor as it is in the source; its first tile begins a new one."""
+        job, rows = self.job, self.job.rows
+        if job.recorded and not any(start):
+            full = job.shape if rows is None else (rows, *job.shape[1:])
+            self.digest = hasher(job.recorded.name, job.source_dtype, full)
+        if rows is not None:
+            values = values[: max(0, min(shape[0], rows - start[0])) * prod(shape[1:])]
+        if len(values):
+            self.digest.update((casts.add_one(values, job.source_dtype) if job.less_one[0] else values).data.cast("B"))
+
+    def judge(self) -> None:
+        """Compare what was read with what is recorded, after the last tile.
+
+        Raises:
+            VerificationError: they differ.
+        """
+        if self.job.recorded and self.digest.hexdigest() != self.job.recorded.digest:
+            path = self.job.sources[0].fragment.path
+            raise VerificationError(
+                f"{path} is damaged: {self.job.label} differs from the {MANIFEST} of its checkpoint",
+                "`convert verify` lists all that differs; copy it again",
+            )
 
 
 def _grow(values: Array, rows: int, fill: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> None:

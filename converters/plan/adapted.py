@@ -94,7 +94,7 @@ def _joined(pieces: list[Placed]) -> Fragment:
     """The fragment of a tensor whose pieces are intervals of its elements.
 
     Raises:
-        UnsupportedError: a piece is no such interval, or has gaps.
+        UnsupportedError: a piece is no such interval, or not row-major.
     """
     shape, places = pieces[0].slot.shape, []
     for key, _, fragment, part, *_ in pieces:
@@ -106,7 +106,8 @@ def _joined(pieces: list[Placed]) -> Fragment:
                 raise UnsupportedError(f"{fragment.path} holds some columns of {key}", "take --adapter only first")
             start = part.ranges[0][0] * prod(shape[1:])
         if not fragment.row_major:
-            raise UnsupportedError(f"{fragment.path} holds {key} with gaps", "take --adapter only first")
+            strides = f"with the strides {list(fragment.strides)}, not row-major"
+            raise UnsupportedError(f"{fragment.path} holds {key} {strides}", "take --adapter only first")
         places.append((start, fragment))
     first = pieces[0].fragment
     return Fragment(first.path, 0, first.dtype, shape, row_major(shape), pieces=tuple(places))

@@ -71,6 +71,13 @@ class Norms:
         return self.wanted.shape[0]
 
 
+class Recorded(NamedTuple):
+    """The digest that the manifest of a source records of a tensor, and the name that it is recorded under."""
+
+    name: str
+    digest: str
+
+
 @dataclass(frozen=True)
 class Job:
     """One logical tensor of one layer: where its elements come from and where they go.
@@ -83,7 +90,7 @@ class Job:
     from several has `terms` in place of sources; its rows are rescaled to `norms`, and `edge` names the computation.
     `key` is the name of the tensor in the source's files; with `shared`, of the physical tensor that has others too.
     `moment` is the optimizer state that the source gives in place of its weights (`--weights exp_avg`), if it is one.
-    If it is to be `finite`, NaN and infinity are refused.
+    If it is to be `finite`, NaN and infinity are refused. What a job reads is compared with what is `recorded` of it.
     """
 
     tensor: str
@@ -107,6 +114,7 @@ class Job:
     shared: bool = False
     moment: str = ""
     finite: bool = False
+    recorded: Recorded | None = None
 
     @property
     def made(self) -> Job:

@@ -72,7 +72,7 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK),
         "modules_to_not_convert": [*dict.fromkeys(unquantized)],
     }  # fmt: skip
-    return replace(source, spec=spec, tensors=tuple(tensors)), config
+    return replace(source, spec=spec, tensors=tuple(tensors), original=source), config
 
 
 def _module(placed: Placed) -> str:

@@ -17,20 +17,16 @@ from converters.common.manifest import (
     archive_names,
     archive_sums,
     bare_digests,
-    changed_files,
-    check_manifest,
     dumped,
     read_manifest,
-    remembered_states,
     small_digests,
     total,
 )
 from converters.plan.plan import Plan
 from formats.checkpoint import ASSETS, MANIFEST, Target
 from formats.disk.json_file import read_json
-from formats.errors import VerificationError, count, some
 from formats.huggingface.language_model import modules_of
-from formats.optimizer import CARRIED, STATES
+from formats.optimizer import CARRIED
 
 STATE_FILE = ".pt"
 """The suffix of small files that hold the state of a training."""
@@ -121,56 +117,3 @@ def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
     texts = plan.target.texts.items()
     same = all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
     return tensors if same else None
-
-
-def check_manifests(plan: Plan) -> None:
-    """Compare sources with their manifests, before a byte of the weights is read.
-
-    Files with the state of a training, such as the settings of an optimizer, are compared if states are moved; and of
-    an adapter, whose tensors have other names in the manifest.
-
-    Raises:
-        VerificationError: a source is not what it was when its manifest was written.
-    """
-    moved = any(job.state for job in plan.jobs)
-    for source in plan.sources:
-        check_manifest(source)
-        if (moved or source.settings.adapter) and (changed := _changed_state(source.home)):
-            raise VerificationError(
-                f"{some(changed, 5)} of {source.root} {'is' if len(changed) == 1 else 'are'} not what {MANIFEST} says",
-                f"copy it again; or, if that is meant, remove {source.home / MANIFEST}",
-            )
-
-
-def _changed_state(home: Path) -> list[str]:
-    """The files with the state of a training that differ from a folder's manifest, if there is one.
-
-    Files that are read with a model, such as a tokenizer, may be changed by the user, those of the run above the folder
-    by its next save, and any may be absent.
-    """
-    changed = (changed_files(home) if (home / MANIFEST).is_file() else None) or ()
-    inside = [name for name in changed if not name.startswith("../") and (home / name).is_file()]
-    return [name for name in inside if not is_read_with_model((home / name).name)]
-
-
-def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
-    """Compare the tensors that were read with the manifest of the source, if there is one.
-
-    Not compared are FP32 master weights that are written as the weights, since they were compared with the weights of
-    the manifest; tensors that are read as parts of others, which the manifest does not have; and moments in place of
-    weights.
-
-    Raises:
-        VerificationError: the source is not what it was when its manifest was written.
-    """
-    _, remembered = read_manifest(plan.source.home) or ({}, {})
-    moments = plan.source.settings.weights in STATES[1:]  # moments are read under the names of the weights
-    remembered = {} if plan.source.original or moments else {**remembered, **remembered_states(plan.source.home)}
-    labels = {job.name: job.label for job in plan.jobs if not (job.edges or (job.twins and not job.state))}
-    wrong = [label for name, label in labels.items() if remembered.get(name, digests[name]) != digests[name]]
-    if wrong:
-        differing = count(len(wrong), "tensor differs", "tensors differ")
-        raise VerificationError(
-            f"{plan.source.home} is damaged: {differing} from its {MANIFEST}, such as {wrong[0]}",
-            f"`convert verify {plan.source.root}` lists them",
-        )

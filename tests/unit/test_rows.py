@@ -15,6 +15,7 @@ from converters.plan.targets import plan_reading
 from formats.model.spec import Verbatim
 from formats.model.vocab_rows import grown, rows
 from formats.registry import open_checkpoint
+from tests.faults.test_manifests import flip
 
 TOKENS = 211
 
@@ -64,6 +65,15 @@ def test_new_rows_are_the_mean_of_the_others(base, convert, tmp_path, name, dtyp
             assert new[key].shape == tensor.shape
     assert json.loads((out / "config.json").read_text())["vocab_size"] == TOKENS + 2
     assert convert("verify", out).code == 0
+
+
+def test_rows_beside_new_ones_are_compared_with_a_manifest(base, convert, tmp_path):
+    source, grown = tmp_path / "written", ("--chat-template", "chatml")
+    assert convert("hf2hf", base("llama-tied", "float32"), source).code == 0
+    assert convert("hf2hf", source, tmp_path / "right", *grown).code == 0
+    flip(source, "model.embed_tokens.weight", -1)
+    ran = convert("hf2hf", source, tmp_path / "out", *grown)
+    assert (ran.code, "model.embed_tokens.weight differs from the vitruvian.json" in ran.err) == (6, True), ran.err
 
 
 @pytest.mark.parametrize("room", [10, 64, 200, 1 << 14])

@@ -1,0 +1,141 @@
+"""Compare sources with the manifests that the conversions which wrote them left beside their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
+
+from converters.assets.trusted import is_read_with_model
+from converters.common.manifest import changed_files, check_manifest, read_manifest, remembered_states
+from converters.plan.plan import MASTERS, Job, Plan, Recorded
+from formats.checkpoint import MANIFEST, Checkpoint
+from formats.errors import VerificationError, count, some
+from formats.model.spec import Verbatim
+from formats.optimizer import STATES
+
+
+def check_manifests(plan: Plan) -> None:
+    """Compare sources with their manifests, before a byte of the weights is read.
+
+    Files with the state of a training, such as the settings of an optimizer, are compared if states are moved; and of
+    an adapter, whose tensors have other names in the manifest.
+
+    Raises:
+        VerificationError: a source is not what it was when its manifest was written.
+    """
+    moved = any(job.state for job in plan.jobs)
+    for source in plan.sources:
+        check_manifest(source)
+        if (moved or source.settings.adapter) and (changed := _changed_state(source.home)):
+            raise VerificationError(
+                f"{some(changed, 5)} of {source.root} {'is' if len(changed) == 1 else 'are'} not what {MANIFEST} says",
+                f"copy it again; or, if that is meant, remove {source.home / MANIFEST}",
+            )
+
+
+def _changed_state(home: Path) -> list[str]:
+    """The files with the state of a training that differ from a folder's manifest, if there is one.
+
+    Files that are read with a model, such as a tokenizer, may be changed by the user, those of the run above the folder
+    by its next save, and any may be absent.
+    """
+    changed = (changed_files(home) if (home / MANIFEST).is_file() else None) or ()
+    inside = [name for name in changed if not name.startswith("../") and (home / name).is_file()]
+    return [name for name in inside if not is_read_with_model((home / name).name)]
+
+
+def recorded_tensors(source: Checkpoint) -> dict[str, str]:
+    """The digests in a source's manifest, of weights and optimizer states; empty if it lists tensors by other names.
+
+    Those of an adapter inside it, of parts of its tensors and of a model that is read with a table, or without one,
+    unlike when it was written, have other names.
+    """
+    facts, remembered = read_manifest(source.home) or ({}, {})
+    other = isinstance(source.spec, Verbatim) == ("layers" in facts)
+    if not facts or other or source.original or source.settings.adapter:
+        return {}
+    return {**remembered, **remembered_states(source.home)}
+
+
+def compared(plan: Plan) -> Plan:
+    """The plan, whose jobs compare what they read with the manifests of the sources where they change the values.
+
+    `check_source` compares what is written as it is read, without a further hash. Never compared are sums, products of
+    an adapter, quantized weights, and moments in place of weights: no manifest has their digests.
+    """
+    homes = {path: source.home for source in plan.sources for path in source.files}
+    known = {source.home: recorded_tensors(source) for source in plan.sources}
+    if not any(known.values()):
+        return plan
+
+    def noted(read: Job) -> Job:
+        part = next(iter(read.sources), None)
+        if part is None or read.moment or (read.partial and read.replicas) or not _is_stored(read):
+            return read
+        name = f"{MASTERS}.{read.name}" if read.twins and not read.state else read.name
+        digest = known.get(homes.get(part.fragment.path, Path()), {}).get(name)
+        return replace(read, recorded=Recorded(name, digest)) if digest else read
+
+    def changing(job: Job) -> Job:
+        if not job.edges:
+            return job
+        terms = tuple(term._replace(job=noted(term.job)) for term in job.terms)
+        return replace(job, terms=terms) if terms else noted(job)
+
+    return replace(plan, jobs=tuple(map(changing, plan.jobs)))
+
+
+def _is_stored(read: Job) -> bool:
+    """Whether the elements that a job reads are in files, and not computed from what is there."""
+    fragments = [part.fragment for part in read.sources]
+    every = (piece for fragment in fragments for piece in (fragment, *(inner for _, inner in fragment.pieces)))
+    return not any(piece.scales or piece.product or piece.coded or piece.chunk for piece in every)
+
+
+def manifest_notes(plan: Plan) -> Iterator[str]:
+    """Notes on what is carried from sources though their manifests contradict it, or do not tell."""
+    for source in plan.sources:
+        if not (source.home / MANIFEST).is_file() or source.settings.adapter:
+            continue
+        changed = [] if source.settings.config else [*_changed_assets(source.home)]
+        if changed:
+            yield (
+                f"{some(changed, 5)} of {source.root}: not what {MANIFEST} says, and carried as it is; "
+                f"`convert assets {source.root} --from {source.root}` records a change that is meant"
+            )
+        if not recorded_tensors(source):
+            yield (
+                f"the weights are not compared with {MANIFEST} of {source.root}, which lists them by other names: "
+                f"`convert verify {source.root}` does"
+            )
+
+
+def _changed_assets(home: Path) -> Iterator[str]:
+    """The files that are read with a model and that differ from a folder's manifest."""
+    for name in changed_files(home, ["files"]) or ():
+        if is_read_with_model(PurePath(name).name) and (home / name).is_file():
+            yield PurePath(name).name
+
+
+def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
+    """Compare the tensors that were read with the manifest of the source, if there is one.
+
+    Not compared are FP32 master weights that are written as the weights, since they were compared with the weights of
+    the manifest; tensors that are read as parts of others, which the manifest does not have; and moments in place of
+    weights.
+
+    Raises:
+        VerificationError: the source is not what it was when its manifest was written.
+    """
+    _, remembered = read_manifest(plan.source.home) or ({}, {})
+    moments = plan.source.settings.weights in STATES[1:]  # moments are read under the names of the weights
+    remembered = {} if plan.source.original or moments else {**remembered, **remembered_states(plan.source.home)}
+    labels = {job.name: job.label for job in plan.jobs if not (job.edges or (job.twins and not job.state))}
+    wrong = [label for name, label in labels.items() if remembered.get(name, digests[name]) != digests[name]]
+    if wrong:
+        differing = count(len(wrong), "tensor differs", "tensors differ")
+        raise VerificationError(
+            f"{plan.source.home} is damaged: {differing} from its {MANIFEST}, such as {wrong[0]}",
+            f"`convert verify {plan.source.root}` lists them",
+        )

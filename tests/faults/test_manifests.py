@@ -1,0 +1,120 @@
+"""A source is compared with its manifest whatever becomes of its values; what is not compared is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from formats.disk.safetensors import read_safetensors
+from tests.faults.dcp_tools import refused, save
+from tests.faults.test_fsdp_optim_faults import training
+
+NORM = "model.norm.weight"
+
+
+def flip(folder: Path, key: str = NORM, at: int = 0) -> None:
+    """Change the lowest bit of an element of a tensor; a negative one counts from the end."""
+    (path,) = (path for path in folder.rglob("*.safetensors") if key in read_safetensors(path)[0])
+    fragment = read_safetensors(path)[0][key]
+    content, count = bytearray(path.read_bytes()), prod(fragment.shape)
+    content[fragment.offset + at % count * (fragment.nbytes // count)] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def written(model: Callable[..., Path], convert: Any, tmp_path: Path) -> Callable[..., Path]:
+    """A folder that a conversion wrote, of a model by name."""
+
+    def get(name: str = "llama", *options: object, **changes: Any) -> Path:
+        out = tmp_path / f"of_{name}"
+        assert convert("hf2hf", model(name, **changes), out, *options).code == 0
+        return out
+
+    return get
+
+
+CHANGING = [
+    ["hf2hf", "--dtype", "bf16"],
+    ["hf2hf", "--dtype", "fp16", "--memory", "256KiB"],
+    ["hf2megatron", "--tp", 2, "--dtype", "bf16"],
+    ["hf2fsdp", "--ranks", 3, "--dtype", "bf16"],
+]
+
+
+@pytest.mark.parametrize("command", CHANGING, ids=lambda command: " ".join(map(str, command)))
+@pytest.mark.parametrize(("key", "at"), [(NORM, -1), ("model.embed_tokens.weight", 0), ("lm_head.weight", -1)])
+def test_values_that_are_changed_on_the_way(written, convert, tmp_path, command, key, at):
+    source = written()
+    assert convert(command[0], source, tmp_path / "right", *command[1:]).code == 0
+    flip(source, key, at)
+    ran = convert(command[0], source, tmp_path / "out", *command[1:])
+    refused(ran, 6, f"{key} differs from the vitruvian.json", "model.safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_norms_that_are_stored_minus_one(written, convert, tmp_path):
+    """From Megatron and back, one of which has the weights of norms around zero."""
+    source, run = written("qwen3_next"), tmp_path / "run"
+    assert convert("hf2megatron", source, run, "--format", "torch_dist").code == 0
+    for options in ([], ["--dtype", "bf16"]):
+        assert convert("megatron2hf", run, tmp_path / f"hf{len(options)}", *options).code == 0
+        assert convert("hf2megatron", source, tmp_path / f"run{len(options)}", *options).code == 0
+    flip(source)
+    refused(convert("hf2megatron", source, tmp_path / "out", "--dtype", "bf16"), 6, f"{NORM} differs")
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_one_of_an_average(written, convert, model, tmp_path, damaged):
+    sources = [written(), written("llama-tied", tie_word_embeddings=False)]
+    assert convert("average", *sources, tmp_path / "right").code == 0
+    flip(sources[damaged])
+    ran = convert("average", *sources, tmp_path / "out")
+    refused(ran, 6, f"{NORM} differs from the vitruvian.json", str(sources[damaged]))
+
+
+@pytest.mark.parametrize("command", [["hf2hf", "--verbatim"], ["hf2hf", "--quantize", "fp8-block"]], ids=" ".join)
+def test_tensors_with_other_names_are_not_compared(written, convert, tmp_path, command):
+    """And one that has its own names is quantized (it was refused as of another model)."""
+    source, out = written("llama", hidden_size=128, intermediate_size=128), tmp_path / "out"
+    ran = convert(command[0], source, out, *command[1:])
+    assert ran.code == 0, ran.err
+    assert f"`convert verify {source}` does" in ran.err
+    assert convert("verify", out).code == 0
+    ran = convert("hf2fsdp", out, tmp_path / "again")
+    assert (ran.code, f"`convert verify {out}` does" in ran.err) == (0, True), ran.err
+
+
+def test_a_tokenizer_that_is_not_what_the_manifest_says(written, convert, tmp_path):
+    source = written()
+    assert "vitruvian.json" not in convert("hf2fsdp", source, tmp_path / "right").err
+    path = source / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 7}))
+    for command in (["hf2fsdp"], ["hf2megatron"], ["hf2hf", "--dtype", "bf16"]):
+        ran = convert(command[0], source, tmp_path / command[0], *command[1:])
+        assert (ran.code, f"generation_config.json of {source}: not what" in ran.err) == (0, True), ran.err
+    assert convert("assets", source, "--from", source).code == 0
+    assert "not what" not in convert("hf2fsdp", source, tmp_path / "meant").err
+
+
+def test_weights_that_were_rounded_from_others(model, convert, tmp_path):
+    """FP32 master weights, which are averaged in place of the weights, are recorded under names of their own."""
+    source, saved = training(model("llama", num_hidden_layers=1))
+    for about in saved["optim"]["state"].values():
+        about["step"] = 3.0
+    run, out = save(tmp_path / "dcp", saved), [tmp_path / name for name in ("one", "two")]
+    for folder in out:
+        ran = convert("hf2megatron", run, folder, "--config", source, "--with-optimizer", "--dtype", "bf16")
+        assert ran.code == 0, ran.err
+    assert convert("average", *out, tmp_path / "right").code == 0
+    (manifest,) = out[1].rglob("vitruvian.json")
+    document = json.loads(manifest.read_text())
+    document["optimizer"]["fp32.final_norm"]["blake3"] = "0" * 64
+    manifest.write_text(json.dumps(document))
+    refused(
+        convert("average", *out, tmp_path / "out"), 6, "decoder.final_layernorm.weight differs from the vitruvian.json"
+    )

@@ -8,6 +8,7 @@ TABLE = ATTENTION + PLAIN_MLP + NORMS + HEAD
 FAMILY = Family(
     name="arcee",
     architecture="ArceeForCausalLM",
+    divided=True,
     table=TABLE,
     requires={"attention_bias": False, "mlp_bias": False},
     nulls=("head_dim",),

@@ -6,6 +6,7 @@ from formats.families.family import Family
 FAMILY = Family(
     name="cwm",
     architecture="CwmForCausalLM",
+    divided=True,
     table=ATTENTION + GATED_MLP + NORMS + HEAD,
     requires={"hidden_act": "silu", "mlp_bias": False},
     rope_theta=1000000.0,

@@ -25,6 +25,7 @@ TABLE = LATENT_ATTENTION + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS
 FAMILY = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    divided=True,
     table=TABLE,
     requires={
         "hidden_act": "silu",

@@ -43,6 +43,7 @@ FAMILY = replace(
     deepseek_v2.FAMILY,
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    divided=False,
     nulls=(),
     table=TABLE,
     requires={

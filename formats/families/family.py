@@ -68,6 +68,8 @@ class Family:
             replaces in quantized models (5.23.0, integrations/finegrained_fp8.py `replace_with_fp8_linear`).
         square: whether the output projection is `hidden` by `hidden` whatever `head_dim` is, so that heads * `head_dim`
             has to be `hidden`.
+        divided: whether the config's class takes only a hidden size that is a multiple of the heads, whatever `head_dim`
+            is (5.23.0, `validate_architecture`).
         nulls: config keys that may be null in this family, but not in every family (`huggingface/nulls.py`).
         centred: whether the weights of norms are stored minus 1; Megatron has such LayerNorms.
         general: whether a model that could be of several families is taken for one of this family.
@@ -114,6 +116,7 @@ class Family:
     mha: bool = False
     linear: str = ""
     square: bool = False
+    divided: bool = False
     nulls: tuple[str, ...] = ()
     centred: bool = False
     general: bool = False

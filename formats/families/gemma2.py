@@ -11,6 +11,7 @@ TABLE = ATTENTION + GATED_MLP + NORMS_AROUND + HEAD
 FAMILY = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
+    divided=True,
     table=TABLE,
     requires={"attention_bias": False},
     head_dim=256,

@@ -8,6 +8,7 @@ TABLE = ATTENTION + QK_NORMS + GATED_MLP + NORMS_AROUND + HEAD
 FAMILY = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    divided=True,
     table=TABLE,
     requires={"attention_bias": False},
     rope_theta=1000000.0,

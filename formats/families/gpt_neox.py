@@ -32,6 +32,7 @@ gpt_neox.final_layer_norm.bias                               final_norm_bias: hi
 FAMILY = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
+    divided=True,
     table=TABLE,
     drops=(r"gpt_neox\.layers\.\d+\.attention\.(?:masked_bias|bias|rotary_emb\.inv_freq)",),
     requires={"attention_bias": True},

@@ -10,6 +10,7 @@ from formats.families.family import Family
 FAMILY = Family(
     name="internlm3",
     architecture="LlamaForCausalLM",
+    divided=True,
     hub_class="InternLM3ForCausalLM",
     table=ATTENTION + GATED_MLP + NORMS + HEAD,
     requires={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "qkv_bias": False, "bias": False},

@@ -6,6 +6,7 @@ from formats.families.llama import TABLE
 FAMILY = Family(
     name="iquestcoder",
     architecture="LlamaForCausalLM",
+    divided=True,
     hub_class="IQuestCoderForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu", "use_sliding_window": False, "clip_qkv": None},

@@ -14,6 +14,7 @@ TABLE = ALL_BIASES + MLP + LAYER_NORMS + LAYER_NORM_HEAD
 FAMILY = Family(
     name="jais2",
     architecture="Jais2ForCausalLM",
+    divided=True,
     table=TABLE,
     requires={"attention_bias": True, "mlp_bias": True},
     nulls=("head_dim",),

@@ -45,6 +45,7 @@ norm.weight                                              final_norm: hidden
 FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
+    divided=True,
     general=True,
     table=TABLE,
     drops=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),

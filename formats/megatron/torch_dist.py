@@ -38,7 +38,15 @@ from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state, extra_states, lora, mtp, muon, vision_language
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, linear_attention, providers, run_config, state_space, whole_config
+from formats.megatron.args import (
+    flags,
+    linear_attention,
+    providers,
+    run_config,
+    state_space,
+    stated_twice,
+    whole_config,
+)
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, expert_groups
@@ -143,10 +151,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     entries, objects = dcp.contents(folder)
     common = common_state.read(folder)
     require_alone(common)
-    config_path = None if "args" in common.value else run_config.place(run, folder)
-    saved_config = run_config.load(config_path) if config_path else None
+    config_path = run_config.place(run, folder)
+    config_file = run_config.load(config_path) if config_path else None
+    adapted = settings.adapter is not None
+    fields = run_config.args_of(config_file, settings.values, adapter=adapted) if config_file else Namespace({})
+    saved_config = None if "args" in common.value else config_file
     if saved_config:
-        saved = {**common.value, "args": run_config.args_of(saved_config, adapter=settings.adapter is not None)}
+        saved = {**common.value, "args": fields}
         common = replace(common, path=saved_config.path, value=saved)
         entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
     args = args_of(common)
@@ -154,9 +165,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if vision:
         entries, beside = vision_language.split_entries(entries)
     weights = [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)]
-    if settings.adapter is not None:
+    if config_file and not saved_config:
+        stated_twice.require_same(args, vars(fields), (common.path, config_file.path), settings)
+    if adapted:
         adapters = tensors_in(folder, [entry for entry in weights if lora.ADAPTER in entry.name])
-        peft = saved_config.adapter if saved_config else {}
+        peft = config_file.adapter if config_file else {}
         return lora.read(run, folder, common, args, peft, adapters, [entry.name for entry in entries], settings)
     tensors = tensors_in(folder, weights)
     padded = embedding_rows(tensors, EMBEDDING, folder)

@@ -36,7 +36,7 @@ def written(name: str = "llama", **changes: Any) -> dict[str, Any]:
 
 def read(fields: Fields, settings: Fields | None = None, **options: Any) -> ModelSpec:
     """The model of a run with these fields."""
-    args = run_config.args_of(run_config.RunConfig(Path("run_config.yaml"), fields, {}))
+    args = run_config.args_of(run_config.RunConfig(Path("run_config.yaml"), fields, {}), settings or {})
     return from_megatron(vars(args), settings or {}, None, "run_config.yaml", trained=True, **options)
 
 

@@ -82,3 +82,20 @@ def test_what_is_refused(convert, model, tmp_path):
         refused(convert("inspect", run, *LENGTH), code, message)
     refused(convert("hf2mistral", model("llama"), tmp_path / "out"), 4, "a llama has no files of Mistral's own")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [((8, 16), "sliding_window = 8 and _sliding_window = 16"), (([8, 8], [16]), "sliding_window = [8, 8] and"),
+     ((8, [8, 8]), ""), ((None, 16), ""), ((16, None), "")],
+)  # fmt: skip
+def test_two_keys_of_the_window(convert, tmp_path, windows, said):
+    run = shutil.copytree(REAL / "dense", tmp_path / "run")
+    params = json.loads((run / "params.json").read_text())
+    params |= {"sliding_window": windows[0], "_sliding_window": windows[1]}
+    (run / "params.json").write_text(json.dumps(params))
+    ran = convert("inspect", run, *LENGTH)
+    if said:
+        refused(ran, 5, said)
+    else:
+        assert ran.code == 0, ran.err

@@ -1005,6 +1005,18 @@ def test_groups_that_transformers_ranks_otherwise_are_refused():
             from_megatron(args | {"moe_router_topk": top_k}, {}, None, "args")
 
 
+@pytest.mark.parametrize("name", ["mixtral", "dots1-tied"])
+def test_one_group_of_experts_is_none(name):
+    """Its one group is the best of one."""
+    spec = from_huggingface(config(name, **({"n_group": 1, "topk_group": 1} if name != "mixtral" else {})), {}, "c")
+    args = to_megatron(spec) | {"moe_router_num_groups": 1, "moe_router_group_topk": 1}
+    assert from_megatron(args, {}, None, "args") == from_megatron(to_megatron(spec), {}, None, "args")
+    with pytest.raises((SourceError, UnsupportedError), match=r"2 of 1 groups|router_top_groups = 2"):
+        from_megatron(args | {"moe_router_group_topk": 2}, {}, None, "args")
+    with pytest.raises(UnsupportedError, match="moe_router_group_topk = 1 is not supported"):
+        from_megatron(args | {"moe_router_num_groups": 2, "moe_router_topk": 4}, {}, None, "args")
+
+
 def test_the_weight_of_a_single_expert_after_a_sigmoid_is_its_score():
     """megatron-core normalizes none there, nor does transformers without norm_topk_prob."""
     changes = {"num_experts_per_tok": 1, "norm_topk_prob": False}

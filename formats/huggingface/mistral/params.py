@@ -38,6 +38,8 @@ def _window(key: str) -> Codec:
     return Codec(check, lambda value, _: {} if value is None else {key: value})
 
 
+WINDOWS = ("sliding_window", "_sliding_window")
+"""The keys of the sliding window, of which files have one."""
 TABLE = rows(
     """
 layers            n_layers
@@ -85,6 +87,7 @@ def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSp
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
     family = FAMILIES["moe.num_experts" in parameters]
     given = {key: value for key, value in parameters.items() if value is not None}
+    _require_one_window(given, where)
     values = read(TABLE, given, _conditions(family), where)
     values |= {name: getattr(base, name) for name in ("max_positions",) if base and values[name] is None}
     values |= settings.values
@@ -112,6 +115,18 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     twice = {name for row in TABLE for names in row.keys for name in names[1:]}
     flat_params = {key: value for key, value in flat.items() if key not in twice}
     return flat_params | ({"moe": experts} if experts else {})
+
+
+def _require_one_window(given: Mapping[str, Any], where: str) -> None:
+    """Refuse two keys of the sliding window with different sizes.
+
+    Raises:
+        RefusedError: they differ.
+    """
+    sizes = {key: given[key] for key in WINDOWS if key in given}
+    if len({str([*dict.fromkeys(size)] if isinstance(size, list) else [size]) for size in sizes.values()}) > 1:
+        said = " and ".join(f"{key} = {short(size)}" for key, size in sizes.items())
+        raise RefusedError(f"{where}: {said} contradict each other", "remove the key that is not the model's")
 
 
 def _conditions(family: str) -> set[str]:

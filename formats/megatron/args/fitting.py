@@ -19,6 +19,7 @@ from formats.model.checks import fixed_otherwise
 from formats.model.codec import write
 from formats.model.settings import FIXED
 from formats.model.spec import ModelSpec
+from formats.model.values import positive_int
 
 OPEN = ("sliding_window", "full_layers", "layer_types", "nope_layers", "rotary_fraction")
 FREE = {name: FIXED.get(name) for name in OPEN}
@@ -55,7 +56,7 @@ def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, wher
             f"{where}: no known family has this combination of norms, biases, query/key norms, sliding window, partial "
             "rotary embedding or learned positions, and experts"
         )
-    otherwise = {name: next(_otherwise(family_named(name), values, where), "") for name in _ordered(fits)}
+    otherwise = {name: next(_otherwise(family_named(name), values, base, where), "") for name in _ordered(fits)}
     name = next((name for name, reason in otherwise.items() if not reason), None)
     if name is None:
         raise UnsupportedError(f"{where}: {next(iter(otherwise.values()))}")
@@ -93,9 +94,18 @@ def _scaling(family: Family, values: Args, where: str) -> str:
     return ", ".join(f"{key} = {short(value)}" for key, value in scaled.items() if value != NONE.get(key, value))
 
 
-def _otherwise(family: Family, values: Args, where: str) -> Iterator[str]:
-    """Error texts, one for each setting that a family fixes to another value than these settings."""
+def _otherwise(family: Family, values: Args, base: ModelSpec | None, where: str) -> Iterator[str]:
+    """Error texts, one for each setting that a family fixes to another value than these settings.
+
+    A config that travels with a checkpoint was one of a model, maybe of a transformers that did not check its sizes.
+    """
     yield from fixed_otherwise(family, {name: value for name, value in values.items() if name not in FREE}, where)
+    hidden = positive_int(values["hidden"], "hidden", where)
+    if family.divided and base is None and hidden % values["heads"]:
+        yield (
+            f"a hidden size of {hidden} is no multiple of {values['heads']} heads, with which transformers "
+            f"builds no {family.name}"
+        )
     if not family.takes(values["rope_scaling"]):
         yield f"a {family.name} has no rope scaling like {_scaling(family, values, where)}"
     try:

@@ -65,7 +65,8 @@ def _ranked(top_k: Any, groups: Any, context: Context) -> str:
 
 
 def _read_top_groups(spelled: Any, context: Context) -> Any:
-    if spelled and (why := _ranked(context.values["top_k"], spelled, context)):
+    one = context.values["router_groups"] == 1  # that of all experts
+    if spelled and not one and (why := _ranked(context.values["top_k"], spelled, context)):
         raise UnsupportedError(f"{context.where}: moe_router_group_topk = {short(spelled)} is not supported: {why}")
     return spelled or 1
 

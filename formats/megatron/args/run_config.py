@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.megatron.args import builders, providers, vision, visions
+from formats.megatron.args import builders, class_defaults, providers, vision, visions
 from formats.megatron.args.fields import FIELDS, LAYERS
 from formats.megatron.args.moe import INTERLEAVE
 from formats.megatron.args.options import Options
@@ -40,9 +40,9 @@ BRIDGE, NEMO = "run_config.yaml", "model.yaml"
 MOST_YAML = 1 << 20
 PLAIN = re.compile(
     r"megatron\.bridge\.models\.(gpt_provider\.GPTModelProvider|mla_provider\.MLAModelProvider|(llama|qwen|mistral)\.\w+\."
-    r"(Llama(?!4)|Qwen2(?!\w*VL)|Qwen25(?!\w*VL)|Qwen3(?!\w*(VL|Next))|Mistral)\w*Provider\w*)"
-    r"|nemo\.collections\.llm\.gpt\.model\.(base\.GPTConfig|llama\.Llama(?!4)|mistral\.Mistral|mixtral\.Mixtral|qwen2\.Qwen2|"
-    r"qwen3\.Qwen3)\w*"
+    r"(Llama(?!4|3[3-9])|Qwen2(?!\w*VL)|Qwen25(?!\w*VL)|Qwen3(?!\w*(VL|Next))|Mistral)\w*Provider\w*)"
+    r"|nemo\.collections\.llm\.gpt\.model\.(base\.GPTConfig|llama\.Llama(?!4|3[3-9])|mistral\.Mistral|mixtral\.Mixtral|"
+    r"qwen2\.Qwen2|qwen3\.Qwen3)\w*"
 )
 """Classes, with their modules, whose fields alone determine the model."""
 RENAMED = {
@@ -104,8 +104,6 @@ activations.py, fusions/fused_bias_geglu.py; NeMo 2 collections/llm/fn/activatio
 before that file (llm/gpt/model/nemotron.py).
 """
 NAMED = {path: function for function, paths in FUNCTIONS.items() for path in paths}
-LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
-"""NeMo's fields for the rope scaling of Llama 3.1, beside the factor, and the only values that megatron-core has."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +143,18 @@ def load(path: Path) -> RunConfig:
         raise SourceError(f"{path} holds no fields of a model") from None
 
 
-def args_of(config: RunConfig, *, adapter: bool = False) -> Namespace:
+def args_of(config: RunConfig, settings: Collection[str] = (), *, adapter: bool = False) -> Namespace:
     """The fields of a model's class as args of Megatron-LM; fields of a class of `providers.py` are kept as they are.
 
     Args:
         config: the parsed file.
+        settings: the settings that the user passed, which overrule the file.
         adapter: whether to accept the configuration of an adapter, whose base the fields describe.
 
     Raises:
         UnsupportedError: the class changes its model in code, its activation is none of Megatron-LM's, or the
             checkpoint holds an adapter alone and `adapter` is false.
-        RefusedError: Megatron-LM has no such scaling of the rotary embedding.
+        RefusedError: the scaling of the rotary embedding is none of Megatron-LM's, or in doubt.
     """
     path, fields = config.path, config.fields
     if config.adapter and not adapter:
@@ -171,7 +170,7 @@ def args_of(config: RunConfig, *, adapter: bool = False) -> Namespace:
     own = providers.of_fields(fields, str(path))
     if adapter:
         providers.require_no_adapter(own[0] if own else None, str(path))
-    return Namespace(_with_own(fields, *own) if own else _as_args(fields, path))
+    return Namespace(_with_own(fields, *own) if own else _as_args(fields, settings, path))
 
 
 def vision_of(config: RunConfig, names: Iterable[str]) -> tuple[Vision, Mapping[str, Any]] | None:
@@ -218,7 +217,8 @@ def _with_own(fields: Mapping[str, Any], provider: Provider, known: Mapping[str,
 
 def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that have an argument, under the name of the argument."""
-    known = {name: value for name, value in fields.items() if name not in {*OWN, *LLAMA3, "scale_factor"}}
+    own = {*OWN, *class_defaults.of_scaling(fields)}
+    known = {name: value for name, value in fields.items() if name not in own}
     return {RENAMED.get(name, name): value for name, value in known.items() if not _settled(name, value)}
 
 
@@ -229,7 +229,7 @@ def _settled(name: str, value: Any) -> bool:
     )
 
 
-def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _as_args(fields: Mapping[str, Any], settings: Collection[str], path: Path) -> dict[str, Any]:
     kind = str(fields.get(TARGET))
     if not PLAIN.fullmatch(kind):
         why = visions.lacking(kind)
@@ -237,7 +237,8 @@ def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: the class {short(kind)} is not known to compute what its fields say{why and f': {why}'}",
             "export it with the program that wrote it: AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
         )
-    return _provider_args(fields, path)
+    args = _provider_args(class_defaults.with_defaults(fields), path)
+    return args | class_defaults.llama3(fields, settings, str(path))
 
 
 def _provider_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -265,24 +266,9 @@ def _provider_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "group_query_attention": groups is not None,
         "disable_bias_linear": fields.get("add_bias_linear") is False,
         "apply_layernorm_1p": fields.get("layernorm_zero_centered_gamma") is True,
-        **_llama3(fields, path),
         **_yarn(fields),
         **builders.computed_by(fields),
     }
-
-
-def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The args for the rope scaling of a NeMo class of Llama 3.1 and later; empty without scaling.
-
-    Raises:
-        RefusedError: megatron-core has no such scaling.
-    """
-    if fields.get("scale_factor") is None:
-        return {}
-    for name, only in LLAMA3.items():
-        if fields.get(name) != only:
-            raise RefusedError(f"{path}: {name} = {short(fields.get(name))}, and megatron-core has {only} alone")
-    return {"use_rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
 
 
 def _yarn(fields: Mapping[str, Any]) -> dict[str, Any]:

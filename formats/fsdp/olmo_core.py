@@ -30,6 +30,8 @@ FAMILIES = ("olmo2", "olmo3")
 CLASS = "_CLASS_"
 MIXER = "model.block.sequence_mixer"
 SCALING, WINDOW = f"{MIXER}.rope.scaling", f"{MIXER}.sliding_window"
+RAMP = ("beta_fast", "beta_slow")
+"""The parameters of YaRN that say where its ramp begins and ends."""
 EACH = "each layer"
 """The key, in a resolved config, of the list with the keys of every layer's block."""
 
@@ -249,10 +251,39 @@ def _values(path: Path, settings: Settings) -> dict[str, Any]:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
     values = read(TABLE, file, (), where) | dict(settings.values)
     values |= {} if settings.vocab_size is None else {"vocab": settings.vocab_size}
+    if "rope_scaling" not in settings.values:
+        _require_same_ramp(values, where)
     windows = _windows(Context(values, where, file, []))
     kinds = [SLIDING if window else FULL for window in windows]
     own = {"layer_types": kinds, LOCAL: values["rope_theta"]} if any(windows) else {}
     return values | {"family": FAMILIES[any(windows)], "own": own}
+
+
+def _require_same_ramp(values: Mapping[str, Any], where: str) -> None:
+    """Refuse YaRN whose frequencies are not those of transformers.
+
+    Between the frequencies that are kept and those that are divided by the factor both have a ramp. OLMo-core ends it
+    at the last frequency (rope.py, `half_dim - 1`), transformers (5.23.0, `_compute_yarn_parameters`) at `dim - 1`; and
+    one that ends before it begins is a step in OLMo-core alone.
+
+    Raises:
+        UnsupportedError: the two ramps differ.
+    """
+    scaling, theta, dim = values["rope_scaling"], values["rope_theta"], values["head_dim"]
+    if not scaling or scaling["rope_type"] != "yarn":
+        return
+    if not is_positive(theta) or theta <= 1:
+        raise UnsupportedError(f"{where}: YaRN with rope_theta = {short(theta)} is not supported")
+    rotated = (scaling["original_max_position_embeddings"] / (scaling[beta] * 2 * math.pi) for beta in RAMP)
+    start, stop = (dim * math.log(turns) / (2 * math.log(theta)) for turns in rotated)
+    low, ours, theirs = max(math.floor(start), 0), *(min(math.ceil(stop), last) for last in (dim // 2 - 1, dim - 1))
+    spans = max(ours - low, 1e-3), theirs - low or 1e-3
+    ramps = [[min(max((index - low) / span, 0), 1) for index in range(dim // 2)] for span in spans]
+    if ramps[0] != ramps[1]:
+        raise UnsupportedError(
+            f"{where}: YaRN from frequency {low} to {math.ceil(stop)} of {dim // 2} is not that of transformers, which "
+            "ends it elsewhere"
+        )
 
 
 def _spelled_out(base: ModelSpec) -> ModelSpec:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
 import sys
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 from formats.checkpoint import Settings
-from formats.errors import short
+from formats.errors import UnsupportedError, short
 from formats.fsdp import olmo_core
 from formats.model.spec import Spec, differences
 from formats.registry import open_checkpoint
@@ -128,6 +131,37 @@ def test_a_scaling_by_nothing_or_less_is_refused(convert, tmp_path, key, value):
     )
     ran = convert("fsdp2hf", changed / "step3", tmp_path / "out", "--set", "max_positions=64")
     refused(ran, 3, f"{key} = {value}", "which is no YaRNRoPEScalingConfig")
+
+
+def test_yarn_that_ends_elsewhere_in_transformers_is_refused(convert, tmp_path):
+    """The frequencies of ai2-olmo-core 3.0.0 (`compute_scaled_inv_freq`) and of transformers, which end elsewhere."""
+    import torch
+    from transformers import Olmo3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    def in_olmo_core(theta: float, dim: int, old: int, fast: float, slow: float) -> Any:
+        plain = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
+        low, high = (dim * math.log(old / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in (fast, slow))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), dim // 2 - 1)
+        ramp = ((torch.arange(dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return plain / 8 * ramp + plain * (1 - ramp)
+
+    scaling, said = "model.block_overrides.3.sequence_mixer.rope.scaling", set()
+    for theta, dim, old, fast, slow in itertools.product((500, 1e4, 5e5), (8, 64), (64, 8192, 65536), (32, 1), (1, 32)):
+        values = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": old,
+                  "beta_fast": float(fast), "beta_slow": float(slow), "rope_theta": theta}  # fmt: skip
+        config = Olmo3Config(head_dim=dim, hidden_size=dim, num_attention_heads=1, rope_parameters=values)
+        config.rope_parameters = values
+        theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        same = torch.allclose(theirs, in_olmo_core(theta, dim, old, fast, slow), rtol=1e-5)
+        settings = {"rope_scaling": values, "rope_theta": theta, "head_dim": dim}
+        said.add(same)
+        with nullcontext() if same else pytest.raises(UnsupportedError, match="YaRN from frequency"):
+            olmo_core._require_same_ramp(settings, "config.json")
+    assert said == {True, False}
+    changed = edited(OLMO3, tmp_path / "c", "step3/config.json", {f"{scaling}.old_context_len": 140_000})
+    ran = convert("fsdp2hf", changed / "step3", tmp_path / "out", "--set", "max_positions=64")
+    refused(ran, 4, "YaRN from frequency", "is not that of transformers")
 
 
 @pytest.mark.parametrize("proportion", [1, 1.5])

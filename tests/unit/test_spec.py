@@ -731,6 +731,8 @@ def test_yarn_is_the_same_whatever_its_config_leaves_out(scale):
         ({"rotary_scaling_factor": 1.0}, r"YaRN with factor = 1.0, .*mscale = 1.0.* has no counterpart"),
         ({"rotary_percent": 0.5}, "YaRN with rotary_percent = 0.5"),
         ({"mscale": 0.5}, "has no counterpart in transformers"),
+        ({"mscale": 0.5, "mscale_all_dim": None}, "YaRN without mscale_all_dim and with mscale = 0.5"),
+        ({"mscale": None, "mscale_all_dim": 0.5}, "YaRN without mscale and with mscale = 1.0, mscale_all_dim = 0.5"),
         ({"yarn_original_max_position_embeddings": "x"}, "has no counterpart in transformers"),
         ({"softmax_type": "off-by-one"}, "glu_linear_offset = 1.0"),
         ({"softmax_type": "vanilla"}, "glu_linear_offset = 1.0"),

@@ -109,10 +109,13 @@ def read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
         UnsupportedError: transformers has no such YaRN.
     """
     params: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
+    absent = [name for name in NO_SCALE if params[name] is None]
     params |= {name: value for name, value in ASSUMED.items() if params.get(name) is None}
     for name in ("factor", "beta_fast", "beta_slow"):
         params[name] = positive_float(params[name], names[name], where)
     scale = {name: params.pop(name) for name in NO_SCALE}
+    if absent and scale != NO_SCALE:  # with one of them None Megatron scales by 0.1 ln(factor) + 1
+        raise UnsupportedError(f"{where}: YaRN without {absent[0]} and with {_said(scale)} is not supported")
     params |= {} if scale == NO_SCALE else scale
     scaling = {"rope_type": "yarn", **params}
     if yarn(scaling, names, None) is None or not (scale == NO_SCALE or all(scale.values())):

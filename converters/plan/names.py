@@ -24,6 +24,7 @@ from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.model import untabled
 from formats.model.spec import Verbatim
+from formats.model.vocab_rows import HEAD
 
 Box = tuple[tuple[int, int], ...]
 
@@ -206,7 +207,10 @@ def _transformers_names(source: Checkpoint, config: Mapping[str, Any]) -> Transf
     if "memory" not in answer or agreement.doubled(answer):  # which `agreement.notes` refuses
         return None
     shapes = {name: tuple(shape) for name, shape in answer["memory"].items()}
-    return TransformersNames(spec, shapes, answer["hub"], answer["tied"], dict(answer["renamed"]))
+    tied = answer["tied"]
+    if (source.config or {}).get("tie_word_embeddings") is False:  # T5 1.1, whose class ties heads that no file holds
+        tied = {copy: entry for copy, entry in tied.items() if copy not in spec.shapes or not HEAD.fullmatch(copy)}
+    return TransformersNames(spec, shapes, answer["hub"], tied, dict(answer["renamed"]))
 
 
 def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator[Move]:
@@ -260,8 +264,8 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     (old,) = placed.slot.rule.pattern.tensors
     whole = _whole(old, spec.shapes[old])
     copy = placed.slot.replica
-    copies = [*spec.copies, *names.copies]  # each of which has a number of its own
-    number = copies.index(old) if old in names.copies else 0
+    copies = [*spec.copies, *names.copies]  # each of which has a number of its own, a shared head's is 0
+    number = copies.index(old) if old in names.copies and not copy.shared else 0
     copy = copy._replace(shared=copy.shared or old in names.copies, number=copy.number * (len(copies) + 1) + number)
     part = Cut(whole.box) if placed.part is None else placed.part
     for move in names.moves.get(old, (whole,)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file, save_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from tests.fuzz.architectures import build, quiet
 from tests.models import files
@@ -115,6 +115,71 @@ def test_a_head_beside_the_embedding_that_a_model_of_images_ties(convert, tmp_pa
             filled = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
             dcp.load({"model": filled}, checkpoint_id=tmp_path / out, no_dist=True)
             assert all(torch.equal(filled[name], tensor) for name, tensor in state.items()), out
+
+
+def test_an_embedding_that_two_stacks_and_the_head_share(convert, tmp_path):
+    """M2M100 has it under one name in files and under four in memory, each of which is compared."""
+    sizes = {"vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}
+    more = {
+        f"{stack}_{size}": n
+        for stack in ("encoder", "decoder")
+        for size, n in (("ffn_dim", 48), ("attention_heads", 4))
+    }
+    with quiet():
+        made = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("m2m_100", **sizes, **more))
+        made.save_pretrained(tmp_path / "hf")
+    state = {name: tensor.detach().clone() for name, tensor in made.state_dict().items()}
+    shared = [name for name, tensor in state.items() if torch.equal(tensor, state["lm_head.weight"])]
+    assert len(shared) == 4
+    dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True)
+    assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "ours").code == 0
+    for folder in ("run", "ours"):
+        ran = convert("fsdp2hf", tmp_path / folder, tmp_path / f"of {folder}", "--config", tmp_path / "hf")
+        assert ran.code == 0, ran.err
+        assert files(tmp_path / f"of {folder}") == files(tmp_path / "hf")
+    for name in shared:
+        changed = state | {name: state[name] + 1}
+        dcp.save(changed, checkpoint_id=tmp_path / name, no_dist=True)
+        argv = ("fsdp2hf", tmp_path / name, tmp_path / f"of {name}", "--config", tmp_path / "hf")
+        ran = convert(*argv)
+        assert ran.code == 6, ran.err
+        assert "model.shared.weight" in ran.err
+        assert convert(*argv, "--set", "tied=false").code == 0
+        with quiet():
+            untied = AutoModelForSeq2SeqLM.from_pretrained(argv[2]).state_dict()
+        assert all(torch.equal(untied[key], tensor) for key, tensor in changed.items())
+
+
+def test_a_head_of_its_own_that_the_class_ties(convert, tmp_path):
+    """T5 1.1: its config says that the head is not tied, and its class ties all but heads that a file holds."""
+    with quiet():
+        sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+        made = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes, tie_word_embeddings=False))
+        made.save_pretrained(tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    head = {"lm_head.weight": weights["shared.weight"] + 1}
+    save_file(weights | head, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with quiet():
+        state = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert not torch.equal(state["lm_head.weight"], state["shared.weight"])
+    dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True)
+    assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "ours").code == 0
+    filled = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load({"model": filled}, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert all(torch.equal(filled[name], tensor) for name, tensor in state.items())
+    for folder in ("run", "ours"):
+        ran = convert("fsdp2hf", tmp_path / folder, tmp_path / f"of {folder}", "--config", tmp_path / "hf")
+        assert ran.code == 0, ran.err
+        again = load_file(tmp_path / f"of {folder}/model.safetensors")
+        assert again.keys() == {*weights, *head}
+        assert all(torch.equal(again[name], tensor) for name, tensor in (weights | head).items())
+    dcp.save(state | {"shared.weight": state["shared.weight"] + 1}, checkpoint_id=tmp_path / "apart", no_dist=True)
+    assert convert("fsdp2hf", tmp_path / "apart", tmp_path / "no", "--config", tmp_path / "hf").code == 6
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))  # tied, which scales what the head reads
+    argv = ("fsdp2hf", tmp_path / "run", tmp_path / "no", "--config", tmp_path / "hf")
+    assert [convert(*argv, *more).code for more in ((), ("--set", "tied=false"))] == [6, 6]
 
 
 @pytest.mark.parametrize("named", ["neither", "not tied"])

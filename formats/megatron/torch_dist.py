@@ -152,6 +152,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     common = common_state.read(folder)
     require_alone(common)
     config_path = run_config.place(run, folder)
+    if config_path and "args" in common.value and not run_config.names_class(config_path):
+        config_path = None
     config_file = run_config.load(config_path) if config_path else None
     adapted = settings.adapter is not None
     fields = run_config.args_of(config_file, settings.values, adapter=adapted) if config_file else Namespace({})

@@ -105,7 +105,8 @@ def test_settings_come_back(convert, tmp_path):
     assert vars(ours["args"])["bf16"] is True
     assert vars(ours["args"])["use_megatron_fsdp"] is True
     flags = (out / "megatron_flags.txt").read_text()
-    options = ("--ckpt-format fsdp_dtensor", "--use-megatron-fsdp", "--bf16", "--use-distributed-optimizer")
+    local = ("--no-rope-fusion", "--no-persist-layer-norm")
+    options = ("--ckpt-format fsdp_dtensor", "--use-megatron-fsdp", *local, "--bf16", "--use-distributed-optimizer")
     assert "\n".join([*options, "--no-load-rng"]) in flags
 
 

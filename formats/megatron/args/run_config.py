@@ -133,14 +133,40 @@ def load(path: Path) -> RunConfig:
     Raises:
         SourceError: the file is too large, or holds no fields of a model.
     """
+    document = _parsed(path)
     try:
-        if path.stat().st_size > MOST_YAML:
-            raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
-        document = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506
-        fields = dict(document["model" if path.name == BRIDGE else "config"])
-        return RunConfig(path, fields, dict(document.get("peft") or {}))
+        return RunConfig(path, dict(document[_section(path)]), dict(document.get("peft") or {}))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise _no_fields(path) from None
+
+
+def names_class(path: Path) -> bool:
+    """Whether the file is of a model's class, and not another program's of the same name.
+
+    Raises:
+        SourceError: the file is too large, or no YAML.
+    """
+    document = _parsed(path)
+    fields = document.get(_section(path)) if isinstance(document, dict) else None
+    return isinstance(fields, dict) and TARGET in fields
+
+
+def _parsed(path: Path) -> Any:
+    if path.stat().st_size > MOST_YAML:
+        raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
+    try:
+        return yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError, KeyError, AttributeError):
-        raise SourceError(f"{path} holds no fields of a model") from None
+        raise _no_fields(path) from None
+
+
+def _section(path: Path) -> str:
+    """The key of the fields of a model's class."""
+    return "model" if path.name == BRIDGE else "config"
+
+
+def _no_fields(path: Path) -> SourceError:
+    return SourceError(f"{path} holds no fields of a model")
 
 
 def args_of(config: RunConfig, settings: Collection[str] = (), *, adapter: bool = False) -> Namespace:

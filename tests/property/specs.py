@@ -105,13 +105,14 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
         groups = family.defaults.get("kv_heads", heads)
     head_dim = 2 * draw(st.integers(1, 32))
     usual = not keys["head_dim"] or family.square or draw(st.sampled_from([True, True, False]))
+    each = heads if family.divided else 1  # transformers builds no other such model
     biased = draw(st.sampled_from([None, None, True, False]))
     often = {**OFTEN, "activation": st.sampled_from([family.defaults.get("activation", "gelu"), *ACTIVATIONS])}
     epsilon = 1e-5 if "state" in traits else family.defaults.get("norm_epsilon", 1e-6)
     values: dict[str, Any] = {
         "family": family.name,
         "layers": layers,
-        "hidden": heads * head_dim if usual else draw(SIZE),
+        "hidden": heads * head_dim if usual else each * max(1, draw(SIZE) // each),
         "heads": heads,
         "kv_heads": groups,
         "head_dim": head_dim,

@@ -48,12 +48,12 @@ def _changed_state(home: Path) -> list[str]:
 def recorded_tensors(source: Checkpoint) -> dict[str, str]:
     """The digests in a source's manifest, of weights and optimizer states; empty if it lists tensors by other names.
 
-    Those of an adapter inside it, of parts of its tensors and of a model that is read with a table, or without one,
+    Those of parts of its tensors and of a model that is read with a table, or without one,
     unlike when it was written, have other names.
     """
     facts, remembered = read_manifest(source.home) or ({}, {})
     other = isinstance(source.spec, Verbatim) == ("layers" in facts)
-    if not facts or other or source.original or source.settings.adapter:
+    if not facts or other or source.original:
         return {}
     return {**remembered, **remembered_states(source.home)}
 
@@ -61,11 +61,12 @@ def recorded_tensors(source: Checkpoint) -> dict[str, str]:
 def compared(plan: Plan) -> Plan:
     """The plan, whose jobs compare what they read with the manifests of the sources where they change the values.
 
-    `check_source` compares what is written as it is read, without a further hash. Never compared are sums, products of
+    `check_source` compares what is written as it is read, without a further hash. The names of an adapter inside a
+    checkpoint are others. Never compared are sums, products of
     an adapter, quantized weights, and moments in place of weights: no manifest has their digests.
     """
     homes = {path: source.home for source in plan.sources for path in source.files}
-    known = {source.home: recorded_tensors(source) for source in plan.sources}
+    known = {source.home: recorded_tensors(source) for source in plan.sources if not source.settings.adapter}
     if not any(known.values()):
         return plan
 
@@ -128,9 +129,8 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
-    _, remembered = read_manifest(plan.source.home) or ({}, {})
     moments = plan.source.settings.weights in STATES[1:]  # moments are read under the names of the weights
-    remembered = {} if plan.source.original or moments else {**remembered, **remembered_states(plan.source.home)}
+    remembered = {} if moments else recorded_tensors(plan.source)
     labels = {job.name: job.label for job in plan.jobs if not (job.edges or (job.twins and not job.state))}
     wrong = [label for name, label in labels.items() if remembered.get(name, digests[name]) != digests[name]]
     if wrong:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping
@@ -59,6 +60,8 @@ def require_bounded(config: Mapping[str, Any], settings: Iterable[str], modules:
             input=json.dumps(task).encode(), stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, timeout=12 * MAX_SECONDS, check=False,
         )  # fmt: skip
+        if ran.returncode not in (0, -signal.SIGXCPU, -signal.SIGKILL):
+            ran.check_returncode()
         ended, told = ran.returncode == 0, ran.stdout
     except subprocess.TimeoutExpired as error:
         ended, told = False, error.stdout or b""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from formats.errors import UnsupportedError
@@ -24,13 +27,29 @@ ENDLESS = [
 MODULES = [f"model.layers.{layer}.self_attn.long_{'name' * 10}_of_q_proj" for layer in range(80)]
 
 
-def test_those_that_end_are_taken():
+@pytest.fixture
+def processes(monkeypatch):
+    """The processes that were run to the end."""
+    ended, run = [], subprocess.run
+    monkeypatch.setattr(lora_patterns.subprocess, "run", lambda *a, **k: ended.append(run(*a, **k)) or ended[-1])
+    return ended
+
+
+def test_those_that_end_are_taken(processes):
     """All at once, by the time that all of them take; as names of modules, of layers, and of ranks."""
     texts = ORDINARY + HARMLESS
     config = {"modules_to_save": texts, "layers_pattern": texts, "rank_pattern": dict.fromkeys(texts, 4)}
     lora_patterns.require_bounded(config, config, MODULES, "adapter_config.json")
     for text in (texts[0], HARMLESS[0]):
         lora_patterns.require_bounded({"target_modules": text}, ["target_modules"], MODULES, "adapter_config.json")
+    going_back = [text for text in texts if lora_patterns.GOES_BACK.search(text)]
+    assert [(ran.returncode, len(ran.stdout)) for ran in processes] == [(0, 3 * len(going_back)), (0, 1), (0, 1)]
+
+
+def test_a_process_that_cannot_start_is_no_endless_expression(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(subprocess.CalledProcessError):
+        lora_patterns.require_bounded({"target_modules": "a+"}, ["target_modules"], ["a"], "adapter_config.json")
 
 
 @pytest.mark.parametrize("text", ENDLESS)
@@ -60,7 +79,7 @@ def test_the_one_that_does_not_end_is_named(monkeypatch):
         lora_patterns.require_bounded(config, lora_patterns.NAMED, ["a" * 60], "adapter_config.json")
 
 
-def test_a_list_of_names_starts_no_process(monkeypatch):
-    monkeypatch.setattr(lora_patterns.subprocess, "run", None)
+def test_a_list_of_names_starts_no_process(processes):
     config = {"target_modules": ["q_proj", "a+"], "modules_to_save": ["lm_head"], "rank_pattern": {"layers.0.q": 4}}
     lora_patterns.require_bounded(config, lora_patterns.NAMED + lora_patterns.RANKS, ["q"], "adapter_config.json")
+    assert processes == []

@@ -195,7 +195,10 @@ def window_notes(spec: ModelSpec) -> tuple[str, ...]:
     if spec.sliding_window is None:
         return ()
     setting = f"sliding_window_size = {spec.sliding_window}"
-    return (f"{setting} of Megatron-LLM sees a token more than that of transformers; its own converters keep it too",)
+    return (
+        f"{setting} of Megatron-LLM sees a token more than that of transformers, and only flash attention has it there; "
+        "its own converters keep it too",
+    )
 
 
 def _is_rotary(value: Any) -> bool:

@@ -66,6 +66,22 @@ def test_only_flash_attention_keeps_to_a_window(kinds):
         assert again["attention_config"] == ([[["flash"], 2]] if window else kinds)
 
 
+def test_global_attention_in_a_pipeline_keeps_to_a_window():
+    """Its mask has the window (training.py:485, utils.py:67); the fused softmax does not read the mask."""
+    config = LLAMA | {"sliding_window_width": 7, "attention_config": None, "seq_length": 64, "pipe_parallel_size": 1}
+    assert spec(config).sliding_window == 8
+    with pytest.raises(UnsupportedError, match="in a pipeline without scaled_upper_triang_masked_softmax_fusion"):
+        spec(config | {"scaled_upper_triang_masked_softmax_fusion": True})
+    with pytest.raises(UnsupportedError, match="attention of the kind local"):
+        spec(config | {"attention_config": [[["local"], "all"]]})
+
+
+def test_an_odd_number_of_rotary_elements_is_refused():
+    """GPT-NeoX broadcasts a single element to two, transformers turns one more."""
+    with pytest.raises(UnsupportedError, match="odd number of a head's"):
+        spec(PYTHIA | {"hidden_size": 32, "num_attention_heads": 8, "rotary_pct": 0.25}, biases=True)
+
+
 def test_what_neox_takes_when_a_key_is_absent():
     """megatron/neox_arguments/neox_args.py at ea7aefd8: tied, LayerNorm with 1e-5, GELU, serial, whole heads turn."""
     bare = {key: PYTHIA[key] for key in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")}

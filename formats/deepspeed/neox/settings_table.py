@@ -62,6 +62,7 @@ CONDITIONS = {
 }
 """The conditions of the rows by kind of model (`Family.neox`). Learned positions are added to the embedding, OPT counts
 them from 2 and muP multiplies them (word_embeddings.py:142); models with them have a serial residual."""
+CAUSAL_SOFTMAX = "scaled_upper_triang_masked_softmax_fusion"
 WINDOW = "sliding_window_width"
 """The key for the number of earlier tokens that a token attends to: the left window of flash-attn (transformer.py:602),
 and the number of diagonals of the mask below the main diagonal (utils.py:77)."""
@@ -113,20 +114,24 @@ def attention_kinds(value: Any, where: str) -> set[Any]:
 
 
 def flash(key: str) -> Codec:
-    """A codec of the kinds of attention: flash in all layers of a model with a window, for no other kind keeps to it.
+    """A codec of the kinds of attention: flash in all layers of a model with a window, which keeps to it in every run.
 
-    Without a pipeline the mask of other layers has no window (training.py:523-531), and fused softmax reads no mask
-    (fused_softmax.py:162-178); flash-attn has it (transformer.py:602).
+    Flash-attn has the window (transformer.py:602), and so has the mask of a pipeline (training.py:485, utils.py:67),
+    which the fused softmax for causal models does not read (fused_softmax.py:162-178). Without a pipeline the mask has
+    none (training.py:523-531).
     """
 
     def read_kinds(spelled: Spelled, context: Context) -> None:
         window, length = context.values["sliding_window"], context.file.get("seq_length")
-        others = attention_kinds(spelled.get(key), context.where) - {"flash"}
+        stages = context.file.get("pipe_parallel_size", 0)
+        masked = type(stages) is int and stages > 0 and not context.file.get(CAUSAL_SOFTMAX)
+        others = attention_kinds(spelled.get(key), context.where) - {"flash", *(["global"] if masked else [])}
         if window is not None and others and not (type(length) is int and length <= window):
             raise UnsupportedError(
                 f"{context.where}: {WINDOW} = {window - 1} with seq_length = {short(length)} and attention of the kind "
-                f"{', '.join(sorted(others))}: in GPT-NeoX flash alone keeps to a window",
-                f"--set sliding_window=none (the stock tree) or --set sliding_window={window}",
+                f"{', '.join(sorted(others))}: GPT-NeoX keeps to a window in flash attention and, in a pipeline without "
+                f"{CAUSAL_SOFTMAX}, in global attention",
+                f"--set sliding_window=none if the run computed without it, or --set sliding_window={window}",
             )
 
     def write_kinds(_: Any, context: Context) -> Spelled:

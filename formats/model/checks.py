@@ -70,8 +70,8 @@ CHECKS = (
     Check(SourceError, lambda m, _: (m.rotary_fraction or 0) > 1,
           "rotary_fraction = {m.rotary_fraction} is more than all of a head"),
     Check(UnsupportedError, lambda m, _: int(m.head_dim * (m.rotary_fraction or 0)) % 2,
-          "rotary_fraction = {m.rotary_fraction} turns an odd number of a head's {m.head_dim} elements, which frameworks "
-          "compute in different ways"),
+          "rotary_fraction = {m.rotary_fraction} turns an odd number of a head's {m.head_dim} elements, which is done "
+          "in different ways"),
     Check(UnsupportedError, lambda m, family: m.sliding_window and not family.window,
           "a {m.family} has no sliding window"),
     Check(SourceError, lambda m, family: not m.sliding_window and family.window and _windowed(m),

@@ -129,8 +129,8 @@ def flash(key: str) -> Codec:
         if window is not None and others and not (type(length) is int and length <= window):
             raise UnsupportedError(
                 f"{context.where}: {WINDOW} = {window - 1} with seq_length = {short(length)} and attention of the kind "
-                f"{', '.join(sorted(others))}: GPT-NeoX keeps to a window in flash attention and, in a pipeline without "
-                f"{CAUSAL_SOFTMAX}, in global attention",
+                f"{', '.join(sorted(others))}: GPT-NeoX keeps to a window in flash attention and, in a pipeline "
+                f"without {CAUSAL_SOFTMAX}, in global attention",
                 f"--set sliding_window=none if the run computed without it, or --set sliding_window={window}",
             )
 

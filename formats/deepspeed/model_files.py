@@ -7,6 +7,7 @@ Facts: deepspeed/runtime/engine.py `_save_checkpoint` and `_get_zero_param_shape
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -221,6 +222,13 @@ def no_module(dtypes: Collection[str]) -> str:
     if "F32" in dtypes:
         return text.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
     return text.format(" and ".join(sorted(dtypes)))
+
+
+def renamed(file: TorchFile, tag: Path) -> Iterator[str]:
+    """A note if a folder has the default name of another step (deepspeed 0.19.8, runtime/engine.py:4903)."""
+    steps = file.value.get("global_steps")
+    if type(steps) is int and (name := re.match(r"global_step(\d+)", tag.name)) and int(name[1]) != steps:
+        yield f"{tag} holds step {steps}, as its files say"
 
 
 def left_out(file: TorchFile) -> Iterator[str]:

@@ -243,11 +243,21 @@ def require_trained(partitions: Sequence[Partition]) -> None:
         SourceError: two ranks differ in a setting of a parameter group.
         UnsupportedError: the optimizer has more states than Adam.
     """
-    first = partitions[0]
     for partition in partitions:
         require_known(partition.path, partition.kept)
         for group in partition.settings:
             require_states(group, str(partition.path))
+    require_same_settings(partitions)
+
+
+def require_same_settings(partitions: Sequence[Partition]) -> None:
+    """Refuse settings of an optimizer, such as the learning rate of a step, that differ between ranks.
+
+    Raises:
+        SourceError: two ranks differ in a setting of a parameter group.
+    """
+    first = partitions[0]
+    for partition in partitions:
         for index, (ours, others) in enumerate(zip(partition.deepspeed_groups, first.deepspeed_groups, strict=False)):
             for name in sorted({*ours, *others} - {"params"}):
                 if ours.get(name) != others.get(name):

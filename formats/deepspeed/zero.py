@@ -77,8 +77,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if source == "module" and bare:
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "add --weights fp32-master")
-    notes = require_one_step(first, *_steps(tag, settings.accept), settings.accept)
-    notes += model_files.left_out(first)
+    counted, steps = _steps(tag, settings.accept)
+    notes = require_one_step(first, counted, steps, settings.accept)
+    notes += [*model_files.renamed(first, tag), *model_files.left_out(first)]
     if source == "module":
         tensors = dict(_module(first, modules))
     elif whole:
@@ -107,15 +108,15 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     twins = _twins(placed, keys, modules) if source == "fp32-master" and not bare else ()
     if settings.weights is None and bare and settings.adapter is None:
         notes.append(model_files.no_module({tensor.fragment.dtype for tensor in placed}))
-    topology = {"dp": first.value.get("dp_world_size", 1)}
     shown = {"iteration": first.value.get("global_steps"), "folder": tag.name}
     details = Details(kind=UNIVERSAL if whole else "", shown=shown)
     files = tuple(sorted(files_of(pieces)))
     moments = state in STATES[1:]
     proof = read(path, replace(settings, weights="fp32-master")) if moments and not bare else None
     return Checkpoint(
-        run, tag, NAME, spec, pieces, tuple(dropped), files, topology, assets, details, twins, tuple(notes), proof,
-        without=without, settings=settings, config=config, ties=model_files.TIES, left=part.left,
+        run, tag, NAME, spec, pieces, tuple(dropped), files, {"dp": first.value.get("dp_world_size", 1)}, assets,
+        details, twins, tuple(notes), proof, without=without, settings=settings, config=config,
+        ties=model_files.TIES if steps or not bare else (), left=part.left,
     )  # fmt: skip
 
 
@@ -196,6 +197,8 @@ def _states(
         zero_partitions.require_of_all(partitions, state, tag)
         _require_same_stage(first, partitions)
         model_files.require_of_module(first, model_files.param_shapes(first), modules)
+        if partitions[0].stage == 3:
+            zero_partitions.require_same_settings(partitions)  # no module proves that they are of one save
         if partitions[0].stage == 3 and len(partitions) != len(models):
             raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
         tensors = dict(zero_partitions.load(partitions, model_files.param_shapes(first), state))

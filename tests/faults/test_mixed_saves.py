@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -100,3 +101,28 @@ def test_neox_partitions_of_one_tensor_rank(convert, tmp_path):
     ):
         ran = convert(*argv, "--vocab-size", 101, "--gqa-layout", "blocked")
         refused(ran, 3, f"{paths[0]} is of step 4.0, ", "of 6.0: files of different saves")
+
+
+def test_partitions_of_an_optimizer_that_counts_no_steps(convert, tmp_path):
+    """Learning rates that differ are of different steps; if they agree, nothing ties the partitions to each other."""
+    import torch
+
+    run = shutil.copytree(GOLDEN / "peft/in_zero3/checkpoint", tmp_path / "run")
+    settings = json.loads((GOLDEN / "peft/in_zero3/lora_config.json").read_text())["peft"]
+    (run / "adapter_config.json").write_text(json.dumps(settings))
+    nothing = "nothing ties .pt files to each other"
+    paths = sorted(run.glob("*/*_optim_states.pt"))
+    ran = convert("zero2hf", run, tmp_path / "counted", "--adapter", "only")
+    assert (ran.code, nothing in ran.out) == (0, False), ran.err
+    for path, rate in ((paths[0], 0.5), (paths[1], 0.25), (paths[1], 0.5)):
+        stored = torch.load(path, weights_only=False)
+        inner = stored["optimizer_state_dict"]["optimizer_state_dict"]
+        for state in inner["state"].values():
+            state.pop("step", None)
+        for group in inner["param_groups"]:
+            group["lr"] = rate
+        torch.save(stored, path)
+        ran = convert("zero2hf", run, tmp_path / "out", "--adapter", "only")
+        if rate == 0.25:
+            refused(ran, 3, f"{path} has lr = 0.25 in group 0", "files of different runs or saves")
+    assert (ran.code, nothing in ran.out) == (0, True), ran.err

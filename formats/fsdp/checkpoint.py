@@ -23,7 +23,7 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
 from formats.fsdp import FSDP, native, nearby_config, olmo_core, whole_models
-from formats.fsdp.contents import Listing, contents, lister
+from formats.fsdp.contents import FULL, Listing, contents, lister
 from formats.huggingface import folder as huggingface
 from formats.huggingface import language_model, own_config
 from formats.layout.pieces import Scattered, match_pieces
@@ -132,6 +132,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         _require_rows(tensors, spec, path)
     ranks = {"ranks": len(files_of(pieces))}
     notes = (*notes, *native.notes(spec, trainer), *_notes_on_a_copy(path, listing, settings))
+    notes += tuple(_notes_on_others(folder, listing))
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     checkpoint = Checkpoint(
         path, folder, NAME, spec, pieces, (*dropped, *without_weights), listing.files, ranks, assets, config=config,
@@ -267,6 +268,14 @@ def _notes_on_a_copy(path: Path, listing: Listing, settings: Settings) -> Iterat
                 "as an average or a teacher: they are taken for the model"
             )
             return
+
+
+def _notes_on_others(folder: Path, listing: Listing) -> Iterator[str]:
+    """Note that files with weights of another checkpoint are in the folder."""
+    files = (path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name == FULL)
+    if others := sorted(path.name for path in files if path not in listing.files):
+        verb = "is" if len(others) == 1 else "are"
+        yield f"{some(others, 3)} in {folder} {verb} not read: weights of another checkpoint"
 
 
 def _names(containers: Iterable[tuple[str, ...]]) -> str:

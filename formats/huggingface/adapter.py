@@ -387,6 +387,8 @@ def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path, *, only:
                 f"an adapter of the whole model is merged into the whole: `convert merge` without --only {only}, then "
                 f"`convert hf2hf MERGED OUT --only {only}`"
             )
+        elif adapter.config.get("target_parameters"):
+            hint = f"target_parameters may name what is fused in memory and apart in the files: {PEFT_MERGES}"
         elif named and Path(named).resolve() == base.resolve():
             hint = f"it was trained on that base under names that are not known here: {PEFT_MERGES}"
         raise SourceError(

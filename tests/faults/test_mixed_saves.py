@@ -126,3 +126,12 @@ def test_partitions_of_an_optimizer_that_counts_no_steps(convert, tmp_path):
         if rate == 0.25:
             refused(ran, 3, f"{path} has lr = 0.25 in group 0", "files of different runs or saves")
     assert (ran.code, nothing in ran.out) == (0, True), ran.err
+
+
+@pytest.mark.parametrize("name", ["shard-00001-model-00001-of-00001.safetensors", "pytorch_model_fsdp.bin"])
+def test_weights_of_another_checkpoint_beside_those_of_dcp_are_told(model, convert, tmp_path, name):
+    assert convert("hf2fsdp", model(), tmp_path / "run").code == 0
+    assert "not read" not in convert("fsdp2hf", tmp_path / "run", tmp_path / "alone").err
+    shutil.copy(model() / "model.safetensors", tmp_path / "run" / name)
+    ran = convert("fsdp2hf", tmp_path / "run", tmp_path / "out")
+    assert (ran.code, f"{name} in {tmp_path / 'run'} is not read" in ran.err) == (0, True), ran.err

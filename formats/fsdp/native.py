@@ -52,16 +52,32 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def alternating(spec: ModelSpec) -> list[str]:
+    """The kind of attention of each layer, the first one with a window."""
+    return [("sliding_attention", "full_attention")[layer % 2] for layer in range(spec.layers)]
+
+
 STOCK: Mapping[str, Mapping[str, Any]] = {
     "llama": {"norm_epsilon": 1e-5, "rope_theta": 5e5, "rope_scaling": LLAMA3},
     "qwen3": {"norm_epsilon": 1e-6, "rope_theta": 1e6, "rope_scaling": None},
     "qwen3_moe": {"norm_epsilon": 1e-6, "rope_scaling": None, "router_normalized": True},
-    "gpt_oss": {"norm_epsilon": 1e-5, "rope_theta": 1.5e5, "sliding_window": 128},
+    "gpt_oss": {
+        "norm_epsilon": 1e-5, "rope_theta": 1.5e5, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+        "rope_scaling": {**YARN, "factor": 32.0, "truncate": False}, "layer_types": alternating,
+    },
+    "deepseek_v3": {
+        "rope_theta": 1e4, "rope_scaling": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "router_normalized": True, "router_scale": 2.5,
+    },
     "qwen3_5_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None},
     "qwen3_5_moe_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None, "router_normalized": True},
-}
-"""Family: settings that are alike in all models of torchtitan 0.3.0 (`__init__.py` of models/*; 1e-5 is the default of
-its RMSNorm, and a Llama has this scaling from v0.2.0 on, which a Llama 3.2 has not). No checkpoint records them."""
+}  # fmt: skip
+"""Family: settings that are alike in all models of torchtitan 0.3.0 (`__init__.py` of models/*, of DeepSeek-V3 those
+with a sigmoid router; 1e-5 is the default of its RMSNorm, and a Llama has this scaling from v0.2.0 on, which a Llama
+3.2 has not). No checkpoint records them."""
 REMARKS = {
     "deepseek_v3": "torchtitan's own DeepSeek-V3 computes all norms with an epsilon of 1e-05, and its checkpoints do "
     "not record it: transformers computes those of latents with 1e-06, the others with that of the config",
@@ -71,19 +87,27 @@ REMARKS = {
 
 def notes(spec: Spec, trainer: str | None) -> tuple[str, ...]:
     """Notes on what torchtitan's own models of a kind compute otherwise than transformers does with this model."""
-    stock = STOCK.get(spec.family, {}) if trainer == TORCHTITAN and isinstance(spec, ModelSpec) else {}
-    differing = [
-        f"the config says {name} = {_said(getattr(spec, name))}: that of torchtitan's own models of this kind is "
-        f"{_said(value)}, and its checkpoints do not record it"
-        for name, value in stock.items()
-        if getattr(spec, name) != value
-    ]
-    return (*differing, *([REMARKS[spec.family]] if trainer == TORCHTITAN and spec.family in REMARKS else ()))
+    if trainer != TORCHTITAN or not isinstance(spec, ModelSpec):
+        return ()
+    texts = []
+    for name, value in STOCK.get(spec.family, {}).items():
+        ours = spec.own[name] if name in spec.own else getattr(spec, name)
+        theirs = value(spec) if callable(value) else value
+        by_default = name in spec.own and ours is None  # what transformers takes then is what torchtitan has
+        if ours != theirs and not by_default:
+            texts.append(
+                f"the config says {name} = {_said(ours)}: that of torchtitan's own models of this kind is "
+                f"{_said(theirs)}, and its checkpoints do not record it"
+            )
+    return (*texts, *([REMARKS[spec.family]] if spec.family in REMARKS else ()))
 
 
 def _said(value: Any) -> str:
-    """A setting in a message; of a rotary scaling its type and factor."""
-    return f"{value.get('rope_type')} ({value.get('factor')})" if isinstance(value, Mapping) else str(value)
+    """A setting in a message; of a rotary scaling its type and parameters."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    parameters = (f"{name}={parameter}" for name, parameter in sorted(value.items()) if name != "rope_type")
+    return f"{value.get('rope_type')} ({', '.join(parameters)})"
 
 
 def biases(slots: Iterable[Slot], keys: Iterable[str], spec: Spec, accept: Collection[str], where: Path) -> list[str]:

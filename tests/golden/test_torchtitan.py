@@ -110,15 +110,35 @@ def test_its_own_export_of_gpt_oss_lacks_the_experts():
 
 
 OWN = "that of torchtitan's own models of this kind is "
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 STOCK = [
     ("llama_v022", {}, []),
-    ("llama_v010", {}, [f"rope_scaling = None: {OWN}llama3 (8.0)"]),
+    ("llama_v010", {}, [f"rope_scaling = None: {OWN}llama3 (factor=8.0, "]),
     ("llama_v022", {"rms_norm_eps": 1e-6}, [f"norm_epsilon = 1e-06: {OWN}1e-05"]),
     ("qwen3_v022", {}, []),
     ("qwen3_moe_v030", {"norm_topk_prob": False}, [f"router_normalized = False: {OWN}True"]),
     ("gpt_oss_v030", {}, [f"sliding_window = 4: {OWN}128"]),
+    (
+        "gpt_oss_v030",
+        {"swiglu_limit": 1.0, "layer_types": ["full_attention"] * 2, "rope_parameters": PLAIN},
+        [
+            f"swiglu_limit = 1.0: {OWN}7.0", f"rope_scaling = None: {OWN}yarn (beta_fast=32.0, ",
+            f"layer_types = ['full_attention', 'full_attention']: {OWN}['sliding_attention', 'full_attention']",
+            f"rope_theta = 500.0: {OWN}150000.0", f"sliding_window = 4: {OWN}128",
+        ],
+    ),
+    ("gpt_oss_v030", {"layer_types": None, "sliding_window": 128}, []),
     ("deepseek_v3_v030", {}, ["all norms with an epsilon of 1e-05"]),
-]
+    (
+        "deepseek_v3_v030",
+        {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "rope_parameters": PLAIN},
+        [
+            f"router_normalized = False: {OWN}True", f"router_scale = 1.0: {OWN}2.5",
+            f"rope_theta = 500.0: {OWN}10000.0", f"rope_scaling = None: {OWN}yarn (beta_fast=32.0, ",
+            "all norms with an epsilon of 1e-05",
+        ],
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "fields", "notes"), STOCK)

@@ -229,6 +229,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
     "biases and window is of no family": ("qwen2_tp2", {"sliding_window_size": 8}, 4),
     "new_key = 1 is not supported": ("qwen2_tp2", {"new_key": 1}, 4),
     "does not say rope_interleaved": ("qwen2_tp2", {"rope_interleaved": None}, 3),
+    "does not say rope_interleaved, and there is no safe default": ("llama_tp2", {"rope_interleaved": None}, 3),
     "has is_starcoder2_config": ("llama_tp2", {"is_llama_config": None, "is_starcoder2_config": True}, 4),
     "heads do not divide hidden_size": ("llama_tp2", {"num_attention_heads": 5}, 3),
     "the configuration implies": ("llama_tp2", {"intermediate_size": 96}, 3),

@@ -56,7 +56,7 @@ def _neighbours(key: str) -> Codec:
     """The codec of whether neighbours in a head rotate; written as false (halves), the default of newer nanotron."""
 
     def read_order(value: Any, context: Context) -> bool:
-        if value is None and not context.file.get(MARKS[LLAMA]):
+        if value is None and (key in context.file or not context.file.get(MARKS[LLAMA])):
             raise SourceError(f"{context.where} does not say {key}, and there is no safe default")
         return value is None or checked_in_file(boolean, value, key, context.where, FLAG)
 

@@ -93,6 +93,9 @@ MAY_HAVE = {
 HAS = {"qwen2": {"biases"}, "qwen2_moe": {"biases", "experts"}}
 """Family: the traits that every model of the family has."""
 
+NULLS = ("rope_interleaved",)
+"""Keys whose null is not the value of older versions, which have no such key."""
+
 
 def read_config(
     config: Mapping[str, Any], settings: Settings, base: ModelSpec | None, where: str
@@ -130,7 +133,8 @@ def read_config(
     for key, value in flat.items():
         if key not in known and key not in HARMLESS and value is not None:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
-    values = read(TABLE, {key: value for key, value in flat.items() if value is not None}, conditions, where)
+    spelled = {key: value for key, value in flat.items() if value is not None or key in NULLS}
+    values = read(TABLE, spelled, conditions, where)
     neighbours, biased = values.pop("neighbours"), values.pop("biased", False)
     values |= settings.values
     padded = checked_in_file(positive_int, flat.get(VOCAB), VOCAB, where, COUNT)

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,16 +141,24 @@ def train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return _command("train", capsys, monkeypatch)
 
 
+@lru_cache(maxsize=64)
+def _answer_here(request: str) -> str:
+    """The answer of transformers in this process to a request, which many tests repeat."""
+    import json
+
+    from converters.plan import meta_model
+
+    return json.dumps(meta_model.report(json.loads(request)))
+
+
 @pytest.fixture(autouse=True)
 def _transformers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are checked by transformers in this process, which has it loaded: each process of its own costs seconds."""
     if "own_process" in request.fixturenames:
         return
-    import json
+    from converters.plan import agreement
 
-    from converters.plan import agreement, meta_model
-
-    monkeypatch.setattr(agreement, "_answer_of_program", lambda text: json.dumps(meta_model.report(json.loads(text))))
+    monkeypatch.setattr(agreement, "_answer_of_program", _answer_here)
 
 
 @pytest.fixture

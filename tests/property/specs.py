@@ -181,6 +181,8 @@ def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
         values |= {} if shared is None else {"shared_index_layers": tuple(filter(None, shared))}
     if "window_kv_heads" in keys:
         values |= {"window_kv_heads": 2 * values["kv_heads"], "heads": 2 * values["heads"]}
+    if int(values["head_dim"] * values.get("rotary_fraction", 1.0)) % 2:
+        values["rotary_fraction"] = 1.0  # of an odd number of elements frameworks disagree
     if "full_head_dim" in keys:
         values["full_head_dim"] *= 2
         values["full_kv_heads"] = values["kv_heads"] if values["keys_as_values"] else None

@@ -213,9 +213,10 @@ def check_manifest(source: Checkpoint) -> None:
             f"if that is meant: {'' if wrong.keys() & UNSETTABLE else f'{ways}, or '}remove {path}",
         )
     recorded = digests.keys() - {*source.dropped}
-    stored = {item.fragment for item in source.tensors if item.key in recorded}
-    known = {item.key for item in source.tensors if item.fragment in stored}  # with the second names of shared ones
-    odd = sorted((spec.shapes.keys() ^ recorded) - known) if isinstance(spec, Verbatim) else []
+    odd = sorted(spec.shapes.keys() ^ recorded) if isinstance(spec, Verbatim) else []
+    if odd:  # but for the second names of shared parameters
+        stored = {item.fragment for item in source.tensors if item.key in recorded}
+        odd = sorted({*odd} - {item.key for item in source.tensors if item.fragment in stored})
     if odd:
         raise VerificationError(
             f"{source.root} is damaged: {len(odd)} tensors, such as {odd[0]}, are in it or in {path}, not in both",

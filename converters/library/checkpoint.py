@@ -122,7 +122,7 @@ class Checkpoint:
         """Name and elements of every tensor in a layout, in the order of its files, one at a time in memory.
 
         The bytes are those that a conversion writes, and memory is bounded, except for what the caller keeps. At the
-        end the checksums of the source are compared; its vitruvian.json is not, which `verify` does.
+        end the checksums of the source are compared; `verify` compares its vitruvian.json.
 
         Raises:
             UnsupportedError: a tensor is bfloat16 or float8, and ml_dtypes is not installed.

@@ -199,8 +199,9 @@ def _states(
         model_files.require_of_module(first, model_files.param_shapes(first), modules)
         if partitions[0].stage == 3:
             zero_partitions.require_same_settings(partitions)  # no module proves that they are of one save
-        if partitions[0].stage == 3 and len(partitions) != len(models):
-            raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
+            if len(partitions) != len(models):
+                counts = f"{len(models)} model files and {len(partitions)} files of optimizer states"
+                raise SourceError(f"{tag} holds {counts}")
         tensors = dict(zero_partitions.load(partitions, model_files.param_shapes(first), state))
         tensors |= model_files.frozen(models if partitions[0].stage == 3 else models[:1])
     yield from _with_others(tag, first, modules, tensors, state, first.value.get("frozen_param_shapes") or ())

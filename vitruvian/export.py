@@ -13,14 +13,15 @@ def main() -> None:
     """Convert, unless that is done, and push if asked to; stderr and the exit code report an error."""
     task = json.load(sys.stdin)
     try:
-        out, digest = Path(task["out"]), task["digest"]
+        out, digest, notes = Path(task["out"]), task["digest"], tuple[str, ...]()
         if digest is None:
-            digest = vitruvian.convert(task["src"], out, to="huggingface", **task["options"]).digest
+            done = vitruvian.convert(task["src"], out, to="huggingface", **task["options"])
+            digest, notes = done.digest, done.notes
         url = vitruvian.push(out, task["push"], revision=out.name).url if task["push"] else ""
     except vitruvian.VitruvianError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
-    sys.stdout.write(json.dumps({"digest": digest, "url": url}))
+    sys.stdout.write(json.dumps({"digest": digest, "url": url, "notes": notes}))
 
 
 if __name__ == "__main__":

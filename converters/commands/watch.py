@@ -137,13 +137,16 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
     places = {name: str(Path(given[name]).absolute()) for name in ("config",) if name in given and given[name].exists()}
     given = checked({**given, **places}, Conversion.__optional_keys__)
 
+    told = set[str]()
+
     def tell(export: Export) -> None:
         if options["as_json"]:
-            facts = {name: getattr(export, name) for name in ("digest", "url", "error", "exit_code")}
-            click.echo(json.dumps({"src": str(export.src), "out": str(export.out), **facts}))
-        elif export.error:
-            click.echo(printable(f"note: {export.src.name}: {export.error}"), err=True)
-        elif not options["quiet"]:
+            click.echo(json.dumps({"src": str(export.src), "out": str(export.out), **export.outcome}))
+            return
+        for text in [text for text in (export.error, *export.notes) if text and text not in told]:
+            click.echo(printable(f"note: {export.src.name}: {text}"), err=True)
+        told.update(export.notes)
+        if not export.error and not options["quiet"]:
             click.echo(
                 f"{options['out'] / export.out.name}: digest {export.digest}"
                 + (f", {export.url}" if export.url else "")

@@ -50,6 +50,7 @@ class Export:
         url: the page of the model on the Hub, if it was pushed.
         error: why the checkpoint was not exported, in one sentence; empty if it was.
         exit_code: the exit code of the command, 0 if the checkpoint was exported.
+        notes: further messages for the user.
     """
 
     src: Path
@@ -58,6 +59,12 @@ class Export:
     url: str = ""
     error: str = ""
     exit_code: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """The attributes but the folders, as the log and `--json` have them."""
+        return {name: value for name, value in vars(self).items() if name not in ("src", "out")}
 
 
 def export_one(
@@ -93,7 +100,7 @@ def export_one(
         lines = errors.strip().splitlines() or ["it was killed"]
         return Export(src, out, error=lines[-1], exit_code=ran.returncode)
     done = json.loads(output)
-    return Export(src, out, done["digest"], done["url"])
+    return Export(src, out, done["digest"], done["url"], notes=tuple(done["notes"]))
 
 
 def possible(push: str | None, waiting: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +145,7 @@ class Exporter:
         self.out, self.push, self.waiting = absolute(path_of(out, "out")), push, waiting
         self.home, self.process = current_folder(), os.getpid()
         self.exports: list[Export | None] = []
+        self.told = set[str]()
         self.pending: deque[tuple[int, Path]] = deque()
         self.condition, self.busy, self.closed = threading.Condition(), False, False
         self.thread = threading.Thread(target=self._work, name="vitruvian-export")
@@ -247,6 +255,10 @@ class Exporter:
         if export.error:
             LOG.warning("%s was not exported: %s", export.src, export.error)
         else:
+            for note in export.notes:
+                if note not in self.told:
+                    self.told.add(note)
+                    LOG.warning("%s: %s", export.src, note)
             LOG.info("%s is exported to %s, digest %s", export.src, export.out, export.digest)
 
 

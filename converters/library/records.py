@@ -105,12 +105,11 @@ def _notes(source: Checkpoint) -> list[str]:
     return notes
 
 
-def plan_record(plan: Plan) -> dict[str, Any]:
-    """The record of a plan, as `convert plan --json` prints it."""
-    from converters.plan.plan import fill_count, name_in, needs
+def notes_of(plan: Plan) -> list[str]:
+    """What a user has to know before a plan is run, a sentence each."""
     from converters.prove.sources import manifest_notes
 
-    source, target = plan.source, plan.target
+    source = plan.source
     notes = [*(_notes(source) if plan.plan_of_output is None else ()), *plan.notes]
     if source.dropped:
         notes.append(
@@ -119,6 +118,17 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     if source.left is not None:
         parts = language_model.modules_of(source.left)
         notes.append(f"--only {source.settings.only} leaves out {len(source.left)} tensors: {some(parts, 6)}")
+    padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
+    if padding and plan.output_jobs is None:
+        notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
+    return [*notes, *manifest_notes(plan)]
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """The record of a plan, as `convert plan --json` prints it."""
+    from converters.plan.plan import fill_count, name_in, needs
+
+    source, target = plan.source, plan.target
     record: dict[str, Any] = {
         "source": {
             "path": str(source.root),
@@ -131,14 +141,10 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "bytes": plan.nbytes,
         "edges": plan.edges,
         "masters_compared": sum(1 for job in plan.jobs if job.twins),
-        "notes": notes,
+        "notes": notes_of(plan),
     }
     if plan.inputs:
         record["sources"] = [{"path": str(entry.checkpoint.root), **entry.record} for entry in plan.inputs]
-    padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
-    if padding and plan.output_jobs is None:
-        notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
-    notes += manifest_notes(plan)
     record["residue"] = _residue(source)
     if target:
         record["target"] = {

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
+from converters.library.records import notes_of
 from converters.move.blocks import Files, strided
 from converters.move.casts import WORDS, Array
 from converters.move.job import buffers_of, pieces_of
@@ -364,8 +365,8 @@ class View(Mapping[str, Tensor]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes of the plan."""
-        return self.plan.notes
+        """What a user has to know of the tensors, a sentence each."""
+        return tuple(notes_of(self.plan))
 
     def close(self) -> None:
         """Wait for threads that read, and close the files of the source."""

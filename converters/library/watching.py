@@ -238,7 +238,7 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
         state = _state(export, record)
         if state == "gone":
             shutil.rmtree(_staging(out), ignore_errors=True)
-        outcome = {key: getattr(export, key) for key in ("digest", "url", "error", "exit_code") if getattr(export, key)}
+        outcome = {key: value for key, value in export.outcome.items() if value}
         note(watch, name, state, **facts, **outcome)
         return None if state == "gone" else export
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import vitruvian
@@ -111,3 +114,41 @@ def test_a_trainer_exports_what_it_saves(model, tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hub" / "checkpoint-4")
     for name, tensor in trained.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor)
+
+
+NOTE = "all weights here are under 'ema'"
+
+
+@pytest.fixture
+def averaged(model, tmp_path):
+    """A training that has saved nothing but averaged weights."""
+    folder = tmp_path / "run" / "step-1"
+    dcp.save({"ema": load_file(model("llama") / "model.safetensors")}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_an_export_has_the_notes_of_its_conversion(model, averaged, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "vitruvian"), vitruvian.exporter(tmp_path, config=model("llama")) as exporter:
+        exporter.submit(averaged)
+    assert NOTE in exporter.results[0].notes[0]
+    assert NOTE in caplog.text
+
+
+def test_a_watch_prints_the_notes_of_its_conversions(model, convert, averaged, tmp_path):
+    argv = ("watch", averaged.parent, "--config", model("llama"), "--once", "--idle", "0")
+    ran = convert(*argv, "--out", tmp_path / "out", "--quiet")
+    assert ran.code == 0, ran.err
+    assert NOTE in ran.err
+    assert NOTE in (tmp_path / "out/.watch/log.jsonl").read_text()
+    ran = convert(*argv, "--out", tmp_path / "other", "--json")
+    assert NOTE in json.loads(ran.out)["notes"][0]
+
+
+def test_what_is_read_into_memory_has_the_notes_of_a_conversion(model, averaged, caplog):
+    with vitruvian.open(averaged, config=model("llama")).as_("fsdp") as view:
+        assert NOTE in view.notes[0]
+    loaded = vitruvian.torch.load(AutoModelForCausalLM.from_pretrained(model("llama")), averaged, config=model("llama"))
+    assert NOTE in loaded.notes[0]
+    with caplog.at_level(logging.WARNING, "vitruvian"):
+        next(vitruvian.torch.iterate(averaged, config=model("llama")))
+    assert NOTE in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SHOWN = 4
+LOG = logging.getLogger("vitruvian")
 AHEAD = 1
 """How many further tensors are read while one is put into the model."""
 
@@ -45,11 +47,13 @@ class Loaded:
         names: tensors of the model that were filled.
         missing: tensors of the model that the checkpoint does not hold; none if `strict`.
         unexpected: tensors of the checkpoint that the model does not have; none if `strict`.
+        notes: further messages for the user.
     """
 
     names: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def iterate(
@@ -61,6 +65,8 @@ def iterate(
     **options: Unpack[Iterating],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and torch tensor of every tensor of a checkpoint, in a layout, in the order of its files.
+
+    Notes, such as that all weights are averaged ones, are logged as warnings of the logger `vitruvian`.
 
     Args:
         src: the folder of a checkpoint in any format, or a checkpoint that `vitruvian.open` returned.
@@ -77,6 +83,8 @@ def iterate(
     if type(prefetch) is not int or prefetch < 0:
         raise UsageError(f"prefetch = {prefetch!r} is not a whole number of 0 or more")
     with checkpoint.as_(to, **viewing) as view:
+        for note in view.notes:
+            LOG.warning("%s: %s", checkpoint.path, note)
         for tensor, words in view.read_words(prefetch):
             made = as_torch(words, tensor.dtype)
             yield tensor.name, made if device is None else made.to(device, non_blocking=True)
@@ -123,6 +131,7 @@ def load(
             _require_fit(name, tensors[name], stored[name], cast=cast)
             _require_one(shared[name], stored)
         _require_settings(model, checkpoint)
+        notes = view.notes
         reads = (partial(stored[name].words, *_ranges(name, tensors[name])) for name in shared_names)
         words = view.reader.in_order(reads, AHEAD)
         for name in shared_names:
@@ -136,7 +145,7 @@ def load(
             f"{some(stranded, SHOWN)}",
             "make the model with accelerate.init_empty_weights(), which computes its buffers",
         )
-    return Loaded(tuple(shared_names), tuple(missing), tuple(unexpected))
+    return Loaded(tuple(shared_names), tuple(missing), tuple(unexpected), notes)
 
 
 WRAPPED = {"module.": "model.module", "_orig_mod.": "model._orig_mod", "base_model.model.": "the base model"}

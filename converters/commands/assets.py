@@ -57,8 +57,9 @@ class Work:
 def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as_json: bool) -> None:
     """Give a model its tokenizer, generation config and chat template.
 
-    OUT is a Hugging Face folder with weights. BASE replaces what OUT has, except its config and its card. What
-    `convert verify OUT` compares is then what is there now: with `--from OUT` too, which changes nothing else.
+    OUT is a Hugging Face folder with weights. BASE replaces what OUT has, except its config and its card; the chat
+    template of BASE, if it has one, becomes OUT's only one. What `convert verify OUT` compares is then what is there
+    now: with `--from OUT` too, which changes nothing else.
     """
     from converters.hub.preflight import embedding_rows, findings
 
@@ -115,7 +116,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     _check_mixture(out, base, own, given)
     text = load_template(template) if template is not None else None
     applied = apply_template(own | given, text, rows) if text is not None else None
-    removed = applied.removed if applied else ()
+    removed = applied.removed if applied else _other_templates(own, given)
     texts = applied.texts if applied else {}
     staged = {name: folder / name for name in {**given, **texts} if name not in removed}
     for path in write(folder, texts, {name: given[name] for name in given if name in staged and name not in texts}):
@@ -152,6 +153,15 @@ def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given:
             f"{out} holds {missing[0]}, which {base} lacks: OUT would have parts of two tokenizers",
             f"if it is not needed: rm {out / missing[0]}",
         )
+
+
+def _other_templates(own: Mapping[str, Path], given: Mapping[str, Path]) -> tuple[str, ...]:
+    """The template files of OUT beside those of a BASE with a template, which they would outrank."""
+    from converters.assets.token_files import OLD_TEMPLATES, TEMPLATE, held_template
+
+    if held_template(given) is None:
+        return ()
+    return tuple(name for name in own if name not in given and name.startswith((TEMPLATE, *OLD_TEMPLATES)))
 
 
 @contextmanager

@@ -108,6 +108,11 @@ def _content(file: OutputFile) -> bytes:
     return bytes(content)
 
 
+def recorded_files(home: Path) -> dict[str, str]:
+    """The digests of small files in a folder's manifest, by their paths relative to the folder."""
+    return dict(read_json(home / MANIFEST).get("files") or {})
+
+
 def changed_files(home: Path, sections: Iterable[str] = RECORDED) -> list[str] | None:
     """The files that differ from a folder's manifest, of those in `RECORDED`; None if it records no small files.
 

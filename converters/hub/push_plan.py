@@ -16,7 +16,7 @@ from converters.common.hub_names import STORES, scheme_of
 from converters.hub import model_card
 from converters.hub.files import File
 from formats.disk.threads import Threads
-from formats.errors import SourceError, UsageError, VerificationError, short
+from formats.errors import SourceError, UsageError, VerificationError, short, some
 from formats.huggingface.folder import unindexed_files
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -181,9 +181,10 @@ def verify_folder(folder: Path, *, quiet: bool = True) -> str | None:
         The digest of the weights; None without a manifest to compare them with.
 
     Raises:
-        VerificationError: weights or settings are not those of the manifest, or a weight is NaN or infinite.
+        VerificationError: weights, settings or small files are not those of the manifest, or a weight is NaN or
+            infinite.
     """
-    from converters.common.manifest import is_verbatim, read_manifest, total
+    from converters.common.manifest import changed_files, is_verbatim, read_manifest, total
     from converters.common.progress import Progress
     from converters.move.engine import digest_of
     from converters.plan.request import Limits
@@ -198,6 +199,11 @@ def verify_folder(folder: Path, *, quiet: bool = True) -> str | None:
     settings = [key for key, value in checkpoint.spec.settings().items() if value != facts.get(key)]
     if settings:
         raise VerificationError(f"{folder} and its {MANIFEST} differ in settings: {', '.join(settings)}", hint)
+    if changed := (changed_files(folder) if remembered else None):
+        raise VerificationError(
+            f"{some(changed, 5)} of {folder}: not what its {MANIFEST} says",
+            f"if that is meant, `convert assets {folder} --from {folder}` records it",
+        )
     plan = plan_reading(checkpoint)
     with Progress("verifying", plan.nbytes, quiet) as progress:
         digests = digest_of(plan.jobs, Limits(finite=True), progress.advance)

@@ -30,6 +30,7 @@ from converters.plan.request import Limits
 from converters.plan.targets import plan_reading
 from converters.prove.diff import Difference, compare
 from converters.prove.resumed import digests, has_journal, journal_of
+from converters.prove.sources import unrecorded_assets
 from formats.checkpoint import ASSETS, MANIFEST, Checkpoint, Settings
 from formats.errors import OptionNeededError, SourceError, UsageError, VerificationError, some
 from formats.huggingface import folder as huggingface
@@ -263,12 +264,20 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     differing = contradictions(checkpoint.spec.settings(), facts)
     changed = changed_files(checkpoint.home)
     notes = [UNCOMPARED_FILES] if changed is None else []
+    if beside := _beside(checkpoint):
+        notes.append(f"{some(beside, 5)} of {out}: read with the model, and not in {MANIFEST}")
     states = remembered_states(checkpoint.home)
     read = partial(_resumed, out, effects, share) if share or has_journal(out) else None
     verified = _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects, read)
     if read and share is None:
         shutil.rmtree(journal_of(out))
     return replace(verified, files=tuple(changed or ()))
+
+
+def _beside(checkpoint: Checkpoint) -> list[str]:
+    """The files that programs read as parts of a model and that its manifest is not about."""
+    weights = checkpoint.home.glob("*.safetensors")
+    return [*unrecorded_assets(checkpoint.home), *sorted(path.name for path in {*weights} - {*checkpoint.files})]
 
 
 def _resumed(out: Path, effects: Effects, share: Share | None, plan: Plan) -> dict[str, str]:

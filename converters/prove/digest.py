@@ -19,10 +19,11 @@ from converters.common.manifest import (
     bare_digests,
     dumped,
     read_manifest,
+    recorded_files,
     small_digests,
     total,
 )
-from converters.plan.plan import Plan
+from converters.plan.plan import Plan, name_in
 from formats.checkpoint import ASSETS, MANIFEST, Target
 from formats.disk.json_file import read_json
 from formats.huggingface.language_model import modules_of
@@ -90,16 +91,15 @@ def record_files(folder: Path, names: Iterable[str]) -> None:
     beside = folder.parent.glob(f"*/{MANIFEST}") if folder.name == ASSETS else folder.glob(f"*/{MANIFEST}")
     for path in [folder / MANIFEST] if (folder / MANIFEST).is_file() else beside:
         prefix = "" if path.parent == folder else f"../{ASSETS}/" if folder.name == ASSETS else "../"
-        if not any(name.startswith(prefix) for name in _recorded(path)):
+        if not any(name.startswith(prefix) for name in recorded_files(path.parent)):
             continue
-        kept = {name: digest for name, digest in _recorded(path).items() if not is_read_with_model(PurePath(name).name)}
+        kept = {
+            name: digest
+            for name, digest in recorded_files(path.parent).items()
+            if not is_read_with_model(PurePath(name).name)
+        }
         digests = small_digests(path.parent, sorted(f"{prefix}{name}" for name in names))
         write_file(path, dumped({**read_json(path), "files": {**digests, **kept}}))
-
-
-def _recorded(path: Path) -> dict[str, str]:
-    """What a manifest records of small files."""
-    return dict(read_json(path).get("files") or {})
 
 
 def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
@@ -108,12 +108,15 @@ def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
-    """The digests in a folder's manifest, if its settings, tensor names and small files are those of a plan."""
+    """The digests in a folder's manifest, if its settings, tensor names, small files and sizes are those of a plan."""
     if plan.target is None or not (place / MANIFEST).is_file():
         return None
     settings, tensors = read_manifest(place) or ({}, {})
     if settings != plan.spec.settings() or tensors.keys() != {job.name for job in plan.jobs}:
         return None
-    texts = plan.target.texts.items()
-    same = all((place / name).is_file() and (place / name).read_bytes() == text for name, text in texts)
+    sizes = {place / name_in(file): file.size for file in plan.target.files}
+    if not all(path.is_file() and path.stat().st_size == size for path, size in sizes.items()):
+        return None
+    small = [*plan.target.texts.items(), *((name, path.read_bytes()) for name, path in plan.target.copies.items())]
+    same = all((place / name).is_file() and (place / name).read_bytes() == content for name, content in small)
     return tensors if same else None

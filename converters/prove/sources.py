@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 
-from converters.assets.trusted import is_read_with_model
-from converters.common.manifest import changed_files, check_manifest, read_manifest, remembered_states
+from converters.assets.trusted import is_read_with_model, refusal_reason
+from converters.common.manifest import changed_files, check_manifest, read_manifest, recorded_files, remembered_states
 from converters.plan.plan import MASTERS, Job, Plan, Recorded
-from formats.checkpoint import MANIFEST, Checkpoint
+from formats.checkpoint import ASSETS, MANIFEST, Checkpoint
 from formats.errors import VerificationError, count, some
 from formats.model.spec import Verbatim
 from formats.optimizer import STATES
@@ -99,7 +100,7 @@ def manifest_notes(plan: Plan) -> Iterator[str]:
     for source in plan.sources:
         if not (source.home / MANIFEST).is_file() or source.settings.adapter:
             continue
-        changed = [] if source.settings.config else [*_changed_assets(source.home)]
+        changed = [] if source.settings.config else [*_changed_assets(source.home), *unrecorded_assets(source.home)]
         if changed:
             yield (
                 f"{some(changed, 5)} of {source.root}: not what {MANIFEST} says, and carried as it is; "
@@ -117,6 +118,20 @@ def _changed_assets(home: Path) -> Iterator[str]:
     for name in changed_files(home, ["files"]) or ():
         if is_read_with_model(PurePath(name).name) and (home / name).is_file():
             yield PurePath(name).name
+
+
+def unrecorded_assets(home: Path) -> list[str]:
+    """The files that are read with a model beside those that a folder's manifest records, and that it does not."""
+    recorded = [name for name in recorded_files(home) if is_read_with_model(PurePath(name).name)]
+    folders = {home / PurePath(name).parent for name in recorded if name[:3] != "../" or ASSETS in PurePath(name).parts}
+    known = {os.path.normpath(home / name) for name in recorded}
+    return sorted(
+        path.name
+        for folder in folders
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.is_file() and is_read_with_model(path.name) and not refusal_reason(path)
+        if os.path.normpath(path) not in known
+    )
 
 
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:

@@ -90,6 +90,32 @@ def test_what_out_has_of_its_own_stays(world):
     assert (out / "tokenizer_config.json").read_bytes() == (base / "tokenizer_config.json").read_bytes()
 
 
+def test_the_template_of_base_is_that_of_out(world):
+    """transformers takes that of a chat_template.jinja before that of a tokenizer_config.json."""
+    from transformers import AutoTokenizer
+
+    out, base = world
+    named = "{% for message in messages %}{{ message['content'] }}<|end|>{% endfor %}"
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    (out / "chat_template.jinja").write_text("{% for message in messages %}old{% endfor %}")
+    (out / "additional_chat_templates").mkdir()
+    (out / "additional_chat_templates/tool_use.jinja").write_text("old")
+    printed, _ = run(out, "--from", base)
+    assert AutoTokenizer.from_pretrained(out).chat_template == named
+    assert "removed  additional_chat_templates/tool_use.jinja" in printed
+    assert not [*out.rglob("*.jinja")]
+
+
+def test_without_a_template_of_base_that_of_out_stays(world):
+    out, base = world
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    (out / "chat_template.jinja").write_text(load_template("chatml"))
+    run(out, "--from", base)
+    assert (out / "chat_template.jinja").read_text() == load_template("chatml")
+
+
 def test_dry_run_writes_nothing(world):
     out, base = world
     before = snapshot(out)

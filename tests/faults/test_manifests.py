@@ -101,6 +101,32 @@ def test_a_tokenizer_that_is_not_what_the_manifest_says(written, convert, tmp_pa
     assert "not what" not in convert("hf2fsdp", source, tmp_path / "meant").err
 
 
+@pytest.mark.parametrize(
+    ("name", "carried"), [("tool_use.jinja", True), ("added_tokens.json", True), ("more.safetensors", False)]
+)
+def test_a_file_that_programs_would_read_and_no_manifest_names(written, convert, tmp_path, name, carried):
+    source = written()
+    ran = convert("verify", source)
+    assert (ran.code, ran.err) == (0, "")
+    (source / name).write_bytes((source / "model.safetensors").read_bytes() if name[-1] == "s" else b"{}")
+    ran = convert("verify", source)
+    assert (ran.code, f"note: {name} of {source}: read with the model, and not in vitruvian.json" in ran.err) == (
+        0,
+        True,
+    )
+    ran = convert("hf2fsdp", source, tmp_path / "out")
+    assert (ran.code, f"{name} of {source}: not what" in ran.err) == (0, carried), ran.err
+
+
+def test_a_file_beside_a_megatron_run_that_programs_would_read(model, convert, tmp_path):
+    assert convert("hf2megatron", model("llama"), tmp_path / "run", "--tp", "2").code == 0
+    ran = convert("verify", tmp_path / "run")
+    assert (ran.code, ran.err) == (0, "")
+    (tmp_path / "run/huggingface/tool_use.jinja").write_text("{}")
+    ran = convert("verify", tmp_path / "run")
+    assert (ran.code, "tool_use.jinja of" in ran.err) == (0, True), ran.err
+
+
 def test_weights_that_were_rounded_from_others(model, convert, tmp_path):
     """FP32 master weights, which are averaged in place of the weights, are recorded under names of their own."""
     source, saved = training(model("llama", num_hidden_layers=1))

@@ -150,6 +150,17 @@ def test_a_dry_run_prints_no_digest_that_the_weights_do_not_have(push, folder):
     assert "1 tensors of" in ran.err
 
 
+def test_a_changed_file_is_not_sent_as_verified(push, convert, folder):
+    """`convert verify` refuses it too; a change that is meant is recorded by `convert assets`."""
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.5}))
+    ran = push(folder, "acme/m", "-n")
+    assert (ran.code, ran.out) == (6, "")
+    assert f"generation_config.json of {folder}: not what its vitruvian.json says" in ran.err
+    assert convert("assets", folder, "--from", folder).code == 0
+    assert push(folder, "acme/m", "-n").code == 0
+
+
 def test_a_dry_run_sends_nothing_and_needs_no_token(hub, push, converted, tmp_path):
     dry = push(converted, "acme/m", "-n", "--json", "--base-model", "acme/base", HF_TOKEN="")
     text = push(converted, "acme/m", "-n", HF_TOKEN="", HF_HUB_OFFLINE="1")

@@ -51,6 +51,24 @@ def test_a_run_that_was_trained_anew_is_not_taken_for_the_one_of_before(run_fold
     assert convert(*argv).err.count("is there already") == 2
 
 
+def test_what_is_not_what_would_be_written_is_not_there_already(run_folder, model, convert, tmp_path):
+    """A file that lost its bytes, and a tokenizer that is another one now."""
+    config = shutil.copytree(model("llama"), tmp_path / "config")
+    argv = ["fsdp2hf", run_folder, tmp_path / "out", "--config", config]
+    assert convert(*argv).code == 0
+    weights, refused = tmp_path / "out/checkpoint-100/model.safetensors", (7, "error: ")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert (convert(*argv).code, convert(*argv).err[:7]) == refused
+    assert convert(*argv, "--force").code == 0
+    assert convert(*argv).err.count("is there already") == 2
+    weights.unlink()
+    assert (convert(*argv).code, convert(*argv).err[:7]) == refused
+    shutil.rmtree(tmp_path / "out/checkpoint-100")
+    assert convert(*argv).err.count("is there already") == 1
+    (config / "tool_use.jinja").write_text("{{ messages }}")
+    assert (convert(*argv).code, convert(*argv).err[:7]) == refused
+
+
 @pytest.mark.parametrize("flag", ["--hf_model_path_or_name", "--HF_model_path_or_name"])
 def test_the_flags_and_the_default_of_controlllm(run_folder, model, convert, flag):
     source = run_folder / "checkpoint-7"

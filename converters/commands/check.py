@@ -137,11 +137,14 @@ def _verify_alone(folder: Path, options: Mapping[str, Any], as_json: bool) -> No
         record = saves.recorded(note.parent) or {}
         files = saves.files_of(record, note.parent)
         mixed += [str(note.parent / name) for name in saves.differing(record, files)]
+    weights = folder.rglob("*.safetensors")
+    unchecked = sorted(str(path.relative_to(folder)) for path in weights if hub_blobs.blob(path) not in blobs)
     wrong = bool(result.damaged or mixed or changed)
     unopened = None if wrong else _unopened(folder, options)
     if as_json:
         of_hub = {"blobs": len(blobs), "changed": [*map(str, changed)]}
-        facts = {"equal": not wrong, **asdict(result), "mixed": mixed, "unopened": unopened, **of_hub}
+        facts = {"equal": not (wrong or unchecked), **asdict(result), "mixed": mixed, "unopened": unopened, **of_hub}
+        facts |= {"unchecked": unchecked}
         click.echo(json.dumps(facts, indent=1))
     if mixed:
         raise VerificationError(
@@ -164,6 +167,12 @@ def _verify_alone(folder: Path, options: Mapping[str, Any], as_json: bool) -> No
         click.echo(f"{folder}: {result.files} files, {result.members} parts, each with its CRC-32")
         if result.unrecorded or result.others:
             click.echo(f"without one: {result.unrecorded} parts, {len(result.others)} files that are no archives")
+    if unchecked:
+        raise SourceError(
+            f"{some(unchecked, 5)} of {folder} {'has' if len(unchecked) == 1 else 'have'} no checksum, and what was "
+            "checked is without a fault",
+            f"compare it with its source: convert verify {folder} SRC",
+        )
     if unopened:
         click.echo(f"note: whether the files are one checkpoint was not looked at: {unopened}", err=True)
 

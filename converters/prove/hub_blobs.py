@@ -30,10 +30,15 @@ def blobs(folder: Path) -> list[Path]:
     A blob may be a link itself, into a store that caches share, where it has another name.
     """
     links = (path for path in sorted(folder.rglob("*")) if path.is_symlink() and path.is_file())
-    targets = (Path(os.path.normpath(path.parent.resolve() / path.readlink())) for path in links)
-    return list(
-        dict.fromkeys(place for place in targets if place.parent.name == "blobs" and HASH.fullmatch(place.name))
-    )
+    return list(dict.fromkeys(filter(None, map(blob, links))))
+
+
+def blob(path: Path) -> Path | None:
+    """The blob of the Hub's cache that a path is a link to; None if it is no link to one."""
+    if not path.is_symlink():
+        return None
+    place = Path(os.path.normpath(path.parent.resolve() / path.readlink()))
+    return place if place.parent.name == "blobs" and HASH.fullmatch(place.name) else None
 
 
 def changed(places: Sequence[Path], threads: int, advance: Callable[[int], None]) -> list[Path]:

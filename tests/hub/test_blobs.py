@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+
+import pytest
+import torch
 
 from tests.faults.dcp_tools import refused
 from tests.hub.conftest import finish, spawn
+from tests.hub.store import git_hash
 
 PULLED = """
 import sys
@@ -55,3 +60,25 @@ def test_what_was_downloaded_is_what_the_hub_has(push, env, converted, convert, 
     assert convert("verify", pulled).code == 0
     flipped(store)
     refused(convert("verify", pulled), 6, "are not what the Hub has", blob.name)
+
+
+@pytest.mark.parametrize("beside", ["a blob", "an optimizer"])
+def test_weights_without_a_checksum_are_not_called_checked(model, convert, tmp_path, beside):
+    """Beside files that have one."""
+    folder, config = shutil.copytree(model("llama"), tmp_path / "models--a--b/snapshots/c"), b"{}"
+    if beside == "a blob":
+        (tmp_path / "models--a--b/blobs").mkdir()
+        blob = tmp_path / "models--a--b/blobs" / git_hash(config)
+        blob.write_bytes(config)
+        (folder / "generation_config.json").unlink()
+        (folder / "generation_config.json").symlink_to(f"../../blobs/{blob.name}")
+    else:
+        torch.save({"state": torch.ones(3)}, folder / "optimizer.pt")
+    what = f"model.safetensors of {folder} has no checksum, and what was checked is without a fault"
+    refused(convert("verify", folder), 3, what, f"convert verify {folder} SRC")
+    ran = convert("verify", folder, "--json")
+    assert (ran.code, json.loads(ran.out)["equal"], json.loads(ran.out)["unchecked"]) == (
+        3,
+        False,
+        ["model.safetensors"],
+    )

@@ -49,6 +49,7 @@ WITH_A_MODEL = ("settings", "tokenizers", "chat templates", "code")
 UNKNOWN = "not the name of a model file"
 _FLAGS = re.ASCII | re.IGNORECASE | re.DOTALL
 _TRAVELS = re.compile("|".join(f"(?:{names})" for names in TRAVELS.values()), _FLAGS)
+_RECORD = re.compile(TRAVELS["records"], _FLAGS)
 _READ = re.compile("|".join(f"(?:{TRAVELS[what]})" for what in WITH_A_MODEL), _FLAGS)
 
 
@@ -67,6 +68,11 @@ def refusal_reason(path: Path) -> str:
 def is_read_with_model(name: str) -> bool:
     """Whether a small file of this name determines what a model computes, or what its tokens are."""
     return _READ.fullmatch(name) is not None
+
+
+def is_record(name: str) -> bool:
+    """Whether a small file of this name tells how a model was trained, or how good it is."""
+    return _RECORD.fullmatch(name) is not None
 
 
 def require_there(path: Path, folder: Path) -> None:

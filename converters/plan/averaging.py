@@ -13,7 +13,7 @@ from converters.plan.agreement import APART, file_differences, setting_differenc
 from converters.plan.names import with_same_names
 from converters.plan.opening import replicas_of
 from converters.plan.output import Output, plan_output
-from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable
+from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable, without_records
 from converters.plan.request import Request
 from converters.plan.targets import require_vocab
 from converters.plan.training_state import as_weights, training_of
@@ -163,7 +163,7 @@ def plan_average(
     texts = (*planned.notes, *of_others, *dict.fromkeys(note for some_notes in notes for note in some_notes))
     if any(source.config for source in sources):
         texts = (*texts, f"config and tokenizer are those of {sources[0].root}", *_other_tokenizers(sources))
-    return replace(planned, source=checkpoints[0], jobs=jobs, inputs=inputs, notes=texts)
+    return replace(without_records(planned), source=checkpoints[0], jobs=jobs, inputs=inputs, notes=texts)
 
 
 def _require_same(first: Checkpoint, other: Checkpoint) -> None:
@@ -208,7 +208,11 @@ def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:
         {name: path for name, path in carried_assets(model).items() if name in names} for model in sources
     ]
     odd = {
-        source.root: [name for name in first.keys() & files if first[name].read_bytes() != files[name].read_bytes()]
+        source.root: [
+            name
+            for name in first.keys() & files or (first.keys() | files if first and files else ())
+            if not (name in first and name in files and first[name].read_bytes() == files[name].read_bytes())
+        ]
         for source, files in zip(sources[1:], others, strict=True)
     }
     return [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from converters.plan import names
 from converters.plan.parts import Part, parts_of
-from converters.plan.plan import Input, Job, Norms, Plan, Term
+from converters.plan.plan import Input, Job, Norms, Plan, Term, without_records
 from converters.plan.request import Request
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS, Fragment, Product, row_major
@@ -116,7 +116,8 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
         notes.append(
             f"the vocabulary has {rows(base.spec)} rows, as the adapter was trained with, and {before} in the base"
         )
-    return replace(plan, jobs=jobs, inputs=inputs, notes=(*plan.notes, *notes, *_notes(adapter, base)))
+    texts = (*plan.notes, *notes, *_notes(adapter, base))
+    return replace(without_records(plan), jobs=jobs, inputs=inputs, notes=texts)
 
 
 def fitted(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot], Checkpoint]:

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from converters.assets.trusted import is_record
 from converters.plan.parts import Copies, Part, Parts, empty, parts_of, written_parts
 from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
@@ -422,6 +423,13 @@ def _prove_filled(target: Target) -> None:
         left = empty(placed)
         if left and not placed.slot.rule.pattern.filled:
             raise RefusedError(f"{left} elements of {placed.key} have no source")
+
+
+def without_records(plan: Plan) -> Plan:
+    """A plan that computes weights: the records of a source (`is_record`) are of others, and are not carried."""
+    assert plan.target is not None
+    copies = {name: path for name, path in plan.target.copies.items() if not is_record(PurePath(name).name)}
+    return replace(plan, target=replace(plan.target, copies=copies))
 
 
 def name_in(file: OutputFile) -> str:

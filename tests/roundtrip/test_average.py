@@ -164,6 +164,25 @@ def test_other_tokenizers_and_other_tokens_are_told(three, convert, tmp_path):
     assert json.loads(convert("diff", three[0], ends, "--json").out)["config"][0].startswith("eos_token_id: ")
 
 
+def test_records_of_the_first_are_not_those_of_the_mean(three, convert, tmp_path):
+    first = shutil.copytree(three[0], tmp_path / "first")
+    (first / "all_results.json").write_text('{"eval_loss": 1.5}')
+    assert convert("hf2hf", first, tmp_path / "same").code == 0
+    assert (tmp_path / "same/all_results.json").exists()
+    assert convert("average", first, *three[1:], tmp_path / "out").code == 0
+    assert not (tmp_path / "out/all_results.json").exists()
+
+
+def test_tokenizers_of_other_kinds_are_told(three, convert, tmp_path):
+    first, other = (shutil.copytree(three[number], tmp_path / str(number)) for number in (0, 1))
+    for path in [*first.glob("tokenizer.*"), *other.glob("tokenizer.*")]:
+        path.unlink()
+    (other / "tokenizer.model").write_bytes(b"a tokenizer")
+    assert "differ: the mean" not in convert("average", first, other, tmp_path / "a", "-n").out
+    (first / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json and tokenizer.model of" in convert("average", first, other, tmp_path / "a", "-n").out
+
+
 def test_the_plan_names_the_sources(three, convert, tmp_path):
     ran = convert("average", *three, tmp_path / "out", "--weights", "0.5,0.25,0.25", "-n")
     assert ran.code == 0

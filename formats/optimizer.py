@@ -59,6 +59,7 @@ STATE_BY_SETTING = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
 
 
 OPTIMIZER_BY_STATE = {
+    "square_avg": "RMSprop or Adadelta",
     "momentum_buffer": "Muon or SGD with momentum",
     "exp_avg_sq_row": "Adafactor, of transformers",
     "RMS": "Adafactor, of transformers",
@@ -70,7 +71,6 @@ OPTIMIZER_BY_STATE = {
     "exp_inf": "Adamax",
     "max_exp_avg_sq": "Adam with amsgrad",
     "mu_product": "NAdam",
-    "square_avg": "RMSprop or Adadelta",
     "sum": "Adagrad",
     "GG": "SOAP",
     "z": "a schedule-free optimizer",

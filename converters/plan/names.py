@@ -151,7 +151,7 @@ def with_names(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, 
     return _renamed(source, spec, config, Names(shapes, moves), "the name that files of the Hub have")
 
 
-def slots_by_name_in_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
+def slots_by_name_in_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot] | None:
     """The slots of tensors in files by the names that the tensors have in memory.
 
     Args:
@@ -159,13 +159,17 @@ def slots_by_name_in_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> di
         slots: the slots of the checkpoint by the tensor names in its files.
 
     Returns:
-        A tensor that is the same in memory under another name is under that name; all others are as they were.
+        The slots in the order of memory. A tensor that is the same in memory under another name is under that name; all
+        others are as they were. None where transformers does not tell.
     """
     answer = _transformers_names(source, json.loads(config_text(source, None)))
-    hub = {name: entry for name, entry in answer.hub.items() if name in slots and entry["pieces"]} if answer else {}
+    if answer is None:
+        return None
+    hub = {name: entry for name, entry in answer.hub.items() if name in slots and entry["pieces"]}
     moves = ((name, move) for name, entry in hub.items() for move in _pieces(source, name, entry))
     renamed = {name: move.name for name, move in moves if move == _whole(move.name, slots[name].shape)}
-    return {new: slot._replace(keys=(new,)) for key, slot in slots.items() for new in [renamed.get(key, key)]}
+    named = {new: slot._replace(keys=(new,)) for key, slot in slots.items() for new in [renamed.get(key, key)]}
+    return {name: named[name] for name in [*(name for name in answer.memory if name in named), *named]}
 
 
 def tied_names(source: Checkpoint, spec: Verbatim) -> set[str]:

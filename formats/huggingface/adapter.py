@@ -114,16 +114,18 @@ def read(root: Path) -> Saved:
     return Saved(root, config, read_safetensors(root / WEIGHTS)[0], (root / CONFIG, root / WEIGHTS))
 
 
-def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
+def parse(saved: Saved, parameters: Sequence[str], *, ordered: bool = True) -> Adapter:
     """Parse the tensors of an adapter: each is a part of a LoRA, or replaces a tensor of the base.
 
     Args:
         saved: the adapter.
-        parameters: the keys of the base's tensors, in the order in which its modules have them.
+        parameters: the keys of the base's tensors.
+        ordered: whether they are in the order in which the base's modules have them in memory.
 
     Raises:
         SourceError: a tensor is missing, or contradicts the config.
-        UnsupportedError: a tensor is none of LoRA's, or a pattern of ranks takes too long to match.
+        UnsupportedError: a tensor is none of LoRA's, or a pattern of ranks takes too long to match; or several
+            parameters of a module have a LoRA, and nothing tells their order.
     """
     root, config, tensors, _ = saved
     places: dict[str, dict[str, Fragment]] = {}
@@ -150,7 +152,7 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
         else:
             whole[name.replace(f".{INNER}.", ".")] = fragment
     added: dict[str, Lora] = {}
-    targets = {place: _target(place, config, parameters) for place in places}
+    targets = {place: _target(place, saved, parameters, ordered) for place in places}
     lora_patterns.require_bounded(config, lora_patterns.RANKS, {*targets.values()}, str(root / CONFIG))
     for place, parts in places.items():
         module = targets[place]
@@ -177,14 +179,23 @@ def _bare(place: str) -> str:
     return re.sub(rf"(?:\.{INNER})+$", "", place)
 
 
-def _target(place: str, config: Mapping[str, Any], parameters: Sequence[str]) -> str:
+def _target(place: str, saved: Saved, parameters: Sequence[str], ordered: bool) -> str:
     """The module that a LoRA is added to, or the key of the parameter, if the LoRA is of a parameter of a module.
 
     Wrappers of several parameters of a module are nested: the wrapper of the first parameter is the innermost.
+
+    Raises:
+        UnsupportedError: there are several, and their order is not known.
     """
     module = _bare(place)
     own = [key for key in parameters if key.rpartition(".")[0] == module]
-    wrapped = [key for key in own if _is_target_parameter(key, config)]
+    wrapped = [key for key in own if _is_target_parameter(key, saved.config)]
+    if len(wrapped) > 1 and not ordered:
+        raise UnsupportedError(
+            f"{saved.root} has a LoRA of {some(wrapped, 4)}: PEFT names them by the order in which {module} has them "
+            "in memory, which neither a table nor transformers tells here",
+            PEFT_MERGES,
+        )
     depth = place.removeprefix(module).count(INNER)
     return wrapped[len(wrapped) - 1 - depth] if depth < len(wrapped) else module
 
@@ -199,8 +210,11 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
 
     Raises:
         SourceError: the shapes do not fit, or the config gives no rank and alpha for them.
+        UnsupportedError: the module is a convolution.
     """
     left, right = parts["left"], parts["right"]
+    if len(left.shape) == len(right.shape) > 2:
+        raise UnsupportedError(f"{root} has a LoRA of {module}, which is a convolution", PEFT_MERGES)
     if len(left.shape) != 2 or len(right.shape) != 2 or left.shape[1] != right.shape[0]:
         raise SourceError(
             f"{root}: lora_A and lora_B of {module} are {list(right.shape)} and {list(left.shape)}: of no matrix",

@@ -210,6 +210,10 @@ HEAD = "base_model.model.lm_head.weight"
         (lambda state: state.update({f"{Q}.lora_E": np.ones((4, 1), "f4")}), 4, "which no LoRA has"),
         (lambda state: state.update({f"{Q}.lora_A.weight": np.ones((4, 32), "i4")}), 4, "is I32"),
         (lambda state: state.clear(), 3, "holds no tensor"),
+        (
+            lambda state: state.update({f"{Q}.lora_{part}.weight": np.ones((4, 4, 1, 1), "f4") for part in "AB"}), 4,
+            "which is a convolution",
+        ),
     ],
 )  # fmt: skip
 def test_tensors_that_are_refused(merged, tmp_path, change, code, text):

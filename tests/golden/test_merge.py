@@ -45,13 +45,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def adapter_of(base: Path, out: Path, rows: int | None = None, **settings: Any) -> Path:
+def adapter_of(base: Path, out: Path, rows: int | None = None, build: Any = None, **settings: Any) -> Path:
     """A trained adapter of a model, with so many rows of its vocabulary, as PEFT saves it."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = (build or AutoModelForCausalLM).from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(7)  # PEFT draws one of the two matrices
     if rows is not None:
         model.resize_token_embeddings(rows)
@@ -66,13 +66,13 @@ def adapter_of(base: Path, out: Path, rows: int | None = None, **settings: Any) 
     return out
 
 
-def judged(base: Path, adapter: Path, dtype: str, rows: int | None = None) -> dict[str, Any]:
+def judged(base: Path, adapter: Path, dtype: str, rows: int | None = None, build: Any = None) -> dict[str, Any]:
     """What PEFT makes of both, computed in an element type."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+    model = (build or AutoModelForCausalLM).from_pretrained(base, dtype=getattr(torch, dtype))
     if rows is not None:
         model.resize_token_embeddings(rows)
     wrapped = PeftModel.from_pretrained(model, adapter).to(getattr(torch, dtype))
@@ -259,6 +259,49 @@ def test_experts_that_are_square(model, convert, tmp_path, family):
     ran = convert("merge", base, adapter, tmp_path / "out")
     assert ran.code == 0, ran.err
     for key, tensor in loaded(tmp_path / "out").items():
+        assert torch.equal(tensor, exact[key].float()), key
+
+
+def test_several_parameters_of_a_module_that_no_table_knows(convert, tmp_path):
+    """PEFT goes by their order in memory: q, k, v. That of the files is k, q, v."""
+    import torch
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    config = XLNetConfig(vocab_size=96, d_model=32, n_layer=1, n_head=4, d_inner=48)
+    base = tmp_path / "base"
+    XLNetLMHeadModel(config).save_pretrained(base)
+    attention = ["rel_attn.q", "rel_attn.k", "rel_attn.v"]
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=[], target_parameters=attention)
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    exact = judged(base, adapter, "float64")
+    for key, tensor in loaded(tmp_path / "out").items():
+        assert torch.equal(tensor, exact[key].float()), key
+    ran = convert("merge", base, adapter, tmp_path / "unknown", "--verbatim")
+    assert (ran.code, "PEFT names them by the order in which" in ran.err) == (4, True), ran.err
+
+
+def test_experts_of_a_model_that_no_table_knows(convert, tmp_path):
+    """Of two shapes: `down_proj` is before `gate_up_proj` in the files."""
+    import torch
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    text = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    base, build = tmp_path / "base", Qwen3VLMoeForConditionalGeneration
+    build(Qwen3VLMoeConfig(text_config=text, vision_config=vision)).save_pretrained(base)
+    adapter = adapter_of(base, tmp_path / "adapter", build=build, target_modules=[], target_parameters=EXPERTS)
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    exact = judged(base, adapter, "float64", build=build)
+    for key, tensor in build.from_pretrained(tmp_path / "out", dtype="auto").state_dict().items():
         assert torch.equal(tensor, exact[key].float()), key
 
 

@@ -304,7 +304,7 @@ def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], 
             raise SourceError(f"{models[0].path} says {name} = {short(args[name])}, the files are of {size} ranks")
     for rank, file in models.items():
         own_rank, world = args_of(file).get("rank"), args.get("world_size")
-        if type(own_rank) is not int or type(world) is not int or world % pp:
+        if type(own_rank) is not int or type(world) is not int or world < pp or world % pp:
             continue
         if own_rank % tp != rank % tp or own_rank // (world // pp) != rank // tp:
             raise SourceError(

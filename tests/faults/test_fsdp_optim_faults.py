@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def test_optimizers_are_told_by_what_they_keep():
         Adafactor: "Adafactor, of transformers", torch.optim.Adamax: "Adamax", torch.optim.NAdam: "NAdam",
         torch.optim.RMSprop: "RMSprop or Adadelta", torch.optim.Adagrad: "Adagrad",
         torch.optim.Adadelta: "RMSprop or Adadelta",
-        torch.optim.AdamW: "",
+        torch.optim.AdamW: "", partial(torch.optim.RMSprop, momentum=0.9): "RMSprop or Adadelta",
     }  # fmt: skip
     for kind, name in kinds.items():
         weight = torch.nn.Parameter(torch.ones(4, 4))

@@ -132,7 +132,8 @@ def test_adapters_without_a_record_are_noted(adapted, run, base, tmp_path):
     assert recorded(done.save / "global_step102") is not None
     for name in (RECORD, saves.RECORD):
         (done.save / "global_step102" / name).unlink()
-    assert "does not record which weights" in export(done.save / "global_step102", tmp_path / "out")
+    (note,) = export(done.save / "global_step102", tmp_path / "out")
+    assert "does not record which weights" in note
     (newest / RECORD).write_text('{"digest": "", "tensors": {"norm": ""}}')
     with pytest.raises(SourceError, match="is no record of the weights"):
         recorded(newest)

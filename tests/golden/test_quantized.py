@@ -446,7 +446,7 @@ def test_a_training_begins_with_what_it_stands_for(oss, tmp_path):
     )
     file = tmp_path / "config.yml"
     file.write_text(text.replace("PATH", str(oss)).replace("SAVE", str(tmp_path / "save")))
-    folder = folder_of(load_config(file)[0])
+    folder, _ = folder_of(load_config(file)[0])
     assert folder == tmp_path / "save/start"
     same_model(oss, folder)
     other = rewritten(oss, tmp_path / "hf", without("-"), {"quant_method": "gptq"})

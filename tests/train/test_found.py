@@ -14,8 +14,10 @@ import pytest
 from blake3 import blake3
 
 from converters.assets.chat_template import load_template
-from formats.errors import OutputError, RefusedError, SourceError, UsageError
+from formats.errors import OutputError, RefusedError, SourceError, UsageError, VerificationError
 from formats.torch_files.saves import RECORD
+from tests.faults.dcp_tools import as_trained, weights
+from tests.faults.dcp_tools import save as save_state
 from tests.train.test_settings import write
 from train.data.tokens.documents import open_documents
 from train.run.checkpoint import Progress, Saver, check_same, newest, ours, read_progress, require_places
@@ -25,6 +27,7 @@ from train.settings.config import Save
 from train.settings.config_file import load_config
 from train.settings.schedule import check_schedule
 from train.start.start_weights import folder_of
+from train.tools.eval_saved import Place, load_weights
 
 PLAIN = "model: {path: m}\ndata: {train: P, seq_length: 8}\nbatch: {size: 4}\noptim: {lr: 0.1}\nsave: {path: s}\n"
 
@@ -251,18 +254,128 @@ def test_another_start_is_converted_again(settings, run, model, convert, tmp_pat
     )
 
 
-def test_a_start_is_converted_once(settings, model, convert, tmp_path):
-    assert convert("hf2fsdp", model("llama", vocab_size=253), tmp_path / "fsdp").code == 0
-    config, _ = load_config(settings(), ["--model.path", str(tmp_path / "fsdp")])
+@pytest.fixture
+def start(settings, model, convert, tmp_path):
+    """(settings that start from a checkpoint of FSDP, with config and tokenizer of `cfg`; that folder)."""
+    shutil.copytree(model("llama", vocab_size=253), tmp_path / "cfg")
+    assert convert("hf2fsdp", tmp_path / "cfg", tmp_path / "fsdp").code == 0
+    as_trained(tmp_path / "fsdp")
+    options = ["--model.path", str(tmp_path / "fsdp"), "--model.config", str(tmp_path / "cfg")]
+    return load_config(settings(), options)[0], tmp_path / "cfg"
+
+
+def test_a_start_is_converted_once(start):
+    config, _ = start
     weights = config.save.path / "start/model.safetensors"
     times = []
     for resumed in (False, True):
-        assert folder_of(config, resumed) == weights.parent
+        assert folder_of(config, resumed)[0] == weights.parent
         times.append(weights.stat().st_mtime_ns)
-    (weights.parent / "config.json").unlink()  # no folder without it
-    assert folder_of(config) == weights.parent
-    times.append(weights.stat().st_mtime_ns)
-    assert times[0] == times[1] < times[2]
+    record = config.save.path / ".start"
+    made_of = record.read_bytes()
+    for spoiled in (weights.parent / "config.json", record):  # no folder without it; a job was killed when it was made
+        spoiled.write_bytes(b"") if spoiled == record else spoiled.unlink()
+        assert folder_of(config)[0] == weights.parent
+        times.append(weights.stat().st_mtime_ns)
+        assert record.read_bytes() == made_of
+    assert times[0] == times[1] < times[2] < times[3]
+
+
+def with_random_weights(config, path):
+    update = {"path": path, "config": None, "init": "config"}
+    return config.model_copy(update={"model": config.model.model_copy(update=update)})
+
+
+@pytest.mark.parametrize("init", ["checkpoint", "config"])
+def test_another_config_or_tokenizer_makes_the_start_again(start, init):
+    config, base = start
+    config = with_random_weights(config, base) if init == "config" else config
+    made, _ = folder_of(config)
+    for name, content in (("tokenizer.json", "{}"), ("chat_template.jinja", "{{ messages }}")):
+        (base / name).write_text(content)
+        assert folder_of(config)[0] == made
+        assert (made / name).read_text() == content
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | {"dropped": 1}))
+    assert folder_of(config)[0] == made
+    assert json.loads((made / "config.json").read_text())["dropped"] == 1
+
+
+@pytest.mark.parametrize("init", ["checkpoint", "config"])
+def test_a_folder_of_ones_own_does_not_give_way_to_the_start(start, init):
+    """Nor do the files that are put into the start afterwards."""
+    config, base = start
+    config = with_random_weights(config, base) if init == "config" else config
+    own, note = config.save.path / "start", config.save.path / "start/notes.txt"
+    shutil.copytree(base, own)
+    with pytest.raises(OutputError, match=r"start exists and was not made by this run, as there is no .*/\.start"):
+        folder_of(config)
+    assert (own / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    shutil.rmtree(own)
+    own.mkdir()  # an empty one is nobody's
+    assert folder_of(config)[0] == own
+    note.write_text("mine")
+    assert folder_of(config)[0] == own
+    (base / "tokenizer.json").write_text("{}")
+    with pytest.raises(OutputError, match=r"start, which has to be made again, holds other files too: notes\.txt"):
+        folder_of(config)
+    note.unlink()
+    assert folder_of(config)[0] == own
+
+
+def test_random_weights_do_not_get_the_manifest_of_others(start, convert):
+    config, base = start
+    assert convert("hf2hf", base, base.with_name("other")).code == 0
+    assert (base.with_name("other") / "vitruvian.json").is_file()
+    folder, _ = folder_of(with_random_weights(config, base.with_name("other")))
+    verified = convert("digest", folder)
+    assert verified.code == 0, verified.err
+    assert not (folder / "vitruvian.json").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_what_the_conversion_of_a_start_and_an_export_notes_is_told(settings, run, model, tmp_path):
+    """Here that the only model of a checkpoint is an average, and that a file does not go along."""
+    base = tmp_path / "base"
+    shutil.copytree(model("llama", vocab_size=253), base)
+    (base / "mine.txt").write_text("mine")
+    save_state(tmp_path / "fsdp", {"ema": weights(base)})
+    config = settings(model={"path": str(tmp_path / "fsdp"), "config": str(base)}, steps={"train_iters": 1})
+    ran = run(config)
+    assert ran.code == 0, ran.out
+    assert "note       all weights here are under 'ema', the name of a model beside the one" in ran.out
+    ran = run(settings(model={"path": str(base)}, steps={"train_iters": 1}), "--export", tmp_path / "out", save="plain")
+    assert ran.code == 0, ran.out
+    assert "note: mine.txt in" in ran.out
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_the_export_of_adapters_touches_nothing_beside_it(settings, run, tmp_path):
+    pytest.importorskip("peft")
+    own = tmp_path / "models/out.adapter"
+    own.mkdir(parents=True)
+    (own / "adapter_model.safetensors").write_text("mine")
+    ran = run(settings(lora={"rank": 2}, steps={"train_iters": 1}), "--export", tmp_path / "models/out")
+    assert ran.code == 0, ran.out
+    assert (own / "adapter_model.safetensors").read_text() == "mine"
+    assert sorted(path.name for path in own.parent.iterdir()) == ["out", "out.adapter"]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_head_that_the_config_ties_to_another_embedding_is_refused(settings, run, model, alone, tmp_path):
+    """transformers would not tie it (modeling_utils.py `tie_weights` of 5.23)."""
+    base = tmp_path / "base"
+    shutil.copytree(model("llama", vocab_size=253), base)
+    tied = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(tied))
+    ran = run(settings(model={"path": str(base)}, steps={"train_iters": 1}), ranks=2)
+    assert ran.code == 6, ran.out
+    assert "the output head should share model.embed_tokens.weight and differs from it by up to" in ran.out
+    assert f'"tie_word_embeddings": false in {base}/config.json keeps both' in ran.out
+    with pytest.raises(VerificationError, match="should share"):  # nor is it evaluated
+        load_weights(Place(base, None), None, alone)
 
 
 def test_numbers_go_through_a_file_of_settings_as_they_are():

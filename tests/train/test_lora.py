@@ -171,6 +171,10 @@ def test_an_adapter_says_what_it_is(settings, train, model, tmp_path):
     odd = train("plan", settings(lora={"adapter": str(before)}))
     assert odd.code == 4
     assert "says rank_pattern = {'q_proj': 2}, which cannot be trained further here" in odd.err
+    for start, why in (("mica", "PEFT trains its lora_A alone"), ("pissa", "which changed the weights of its base")):
+        (before / "adapter_config.json").write_text(json.dumps(note | {"init_lora_weights": start}))
+        odd = train("plan", settings(lora={"adapter": str(before)}))
+        assert (odd.code, why in odd.err) == (4, True), odd.err
 
 
 @pytest.mark.distributed

@@ -89,6 +89,8 @@ def test_moments_of_neox_are_taken_up(config, run, expected):
     assert stopped.code == 75, stopped.out
     assert "moments    of the start, after 6 steps; the weights are its master weights" in stopped.out
     assert not (stopped.save / ".moments").exists()
+    assert stopped.out.count("1 rows of vocabulary padding in the source belong to no token") == 1
+    assert "only the weights are converted" not in stopped.out  # as they are of the start alone
     two = run(config, ranks=2)  # from its own checkpoint
     require(two, expected)
     assert two.series("global_step") == [7, 8, 9, 10]
@@ -101,10 +103,11 @@ def test_other_engines_take_them_up_too(config, run, expected, engine, near):
     require(run(config, *engine, ranks=2), expected, near)
 
 
-def test_what_has_no_moments_is_refused(config, model, tmp_path):
+def test_moments_are_noted_and_what_has_none_is_refused(config, model, tmp_path):
     def load(*options):
         return load_config(config, ["--save.path", str(tmp_path / "save"), *map(str, options)])[0]
 
+    assert "and the place in the data are not carried" in " ".join(moments_of(load(), "fsdp").notes)
     with pytest.raises(RefusedError, match="iteration_offset is 7") as refused:
         moments_of(load("--steps.iteration_offset", 7), "fsdp")
     assert refused.value.hint == "--steps.iteration_offset 6"

@@ -163,6 +163,15 @@ def test_a_run_folder_is_made_of_it(train, model, data, tmp_path, name):
     assert planned["batch"] == expected["batch.micro"] * expected["batch.accumulation"]
 
 
+@pytest.mark.parametrize(("ratio", "warmup"), [("0.1", 0.1), ("1", "all"), ("1.0", "all"), ("0", None), ("2", None)])
+def test_a_warmup_ratio_of_one_is_all_steps(tmp_path, ratio, warmup):
+    """A `schedule.warmup` of 1 is one step."""
+    (tmp_path / "c.yml").write_text(f"warmup_ratio: {ratio}\n")
+    settings, lines = translate(TRAINERS["llama-factory"], tmp_path / "c.yml")
+    assert settings.get("schedule.warmup") == warmup
+    assert any(line.startswith("not translated: warmup_ratio") for line in lines) == (ratio == "2")
+
+
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_rates_are_those_of_the_trainer_but_for_the_first_step(tmp_path, style):
     """Our warm-up is one step ahead: its first step is not 0."""

@@ -71,8 +71,7 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
         checkpoint, moved = settings.save.path / progress.name, settings.model.path
         if settings.evaluate.best is not None:
             checkpoint = best_of(settings.save.path) or checkpoint
-        note = export(checkpoint, settings.export, settings.chat_template, moved)
-        if note:
+        for note in export(checkpoint, settings.export, settings.chat_template, moved):
             click.echo(f"note: {note}", err=True)
         click.echo(f"exported {checkpoint.name} to {settings.export}")
     (settings.save.path / RESUME).unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from blake3 import blake3
@@ -19,6 +20,7 @@ from converters.assets.chat_template import load_template
 from converters.assets.files import files, has_tokenizer
 from converters.assets.token_files import held_template
 from converters.convert import check_paths, run
+from converters.library.records import plan_record
 from converters.plan.merging import plan_merge
 from converters.plan.request import Request
 from converters.plan.targets import SHARD_SIZE, plan_huggingface
@@ -35,7 +37,7 @@ ADAPTER = "adapter"
 """Name of the folder in OUT that has the adapters only, as peft loads them."""
 
 
-def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path | None = None) -> str:
+def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path | None = None) -> list[str]:
     """Convert a checkpoint to bf16, without a process group, in constant memory; the output is read back and compared.
 
     For a checkpoint with adapters, OUT is the merged model and `OUT/adapter` is what peft loads.
@@ -47,7 +49,8 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
         moved: the base model of the adapters, if it is no longer at the path that `adapter_config.json` records.
 
     Returns:
-        A note, if the checkpoint does not record which weights its adapters belong to.
+        The notes on the conversion; one of them says so if the checkpoint does not record which weights its adapters
+        belong to.
 
     Raises:
         VitruvianError: the conversion is refused; or the adapters belong to other weights.
@@ -59,29 +62,31 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
 
     request = Request(out, cast="bf16", quiet=True)
     if not (checkpoint / NOTE).is_file():
-        run(plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE, template), request)
-        return ""
+        plan = plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE, template)
+        notes = [*plan_record(plan)["notes"]]
+        run(plan, request)
+        return notes
     require_one_save(checkpoint)
     settings = json.loads((checkpoint / NOTE).read_bytes())
     place = Path(settings[BASE])
     base = open_checkpoint(moved if moved is not None and not place.exists() else place)
     check_paths(base, request)
     note = require_same_base(checkpoint, base)
-    scratch = request.place.with_name(request.place.name + ".adapter")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
+    beside = request.place.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{ADAPTER}.", dir=beside) as folder:
+        scratch = Path(folder)
         save_file(read_adapters(checkpoint), scratch / peft.WEIGHTS, {"format": "pt"})
         shutil.copyfile(checkpoint / NOTE, scratch / lora_config.CONFIG)
-        plan = plan_merge(
-            base, peft.read(scratch), request, lambda merged: plan_huggingface(merged, request, SHARD_SIZE, template)
-        )
+        saved = peft.read(scratch)
+        saved = saved._replace(config={**saved.config, BASE: str(base.root)})  # `require_same_base` has compared it
+        plan = plan_merge(base, saved, request, lambda merged: plan_huggingface(merged, request, SHARD_SIZE, template))
         assert plan.target is not None
         own = {f"{ADAPTER}/{name}": scratch / name for name in (lora_config.CONFIG, peft.WEIGHTS)}
-        run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)
-    finally:
-        shutil.rmtree(scratch)
-    return note
+        plan = replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own}))
+        notes = [*plan_record(plan)["notes"], *filter(None, [note])]
+        run(plan, request)
+    return notes
 
 
 def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> str:

@@ -9,7 +9,7 @@ To resume from a checkpoint of all weights, the config must be the same; for ada
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -20,7 +20,7 @@ from converters.plan.plan import Job, make_plan
 from converters.plan.request import Limits
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
-from formats.errors import RefusedError, SourceError, VitruvianError, some
+from formats.errors import RefusedError, SourceError, VerificationError, VitruvianError, some
 from formats.huggingface import HUGGINGFACE
 from formats.registry import open_checkpoint
 from train.data.tokens.tokenizers import FILES, names_digest, open_vocabulary
@@ -38,8 +38,8 @@ FREE = frozenset({
 })  # fmt: skip
 """Keys of a config.json that do not affect the training: `model.dtype` sets the dtype, token files determine the tokens
 (transformers 5.23.0 configuration_utils.py)."""
-LIMITS = Limits(threads=2, replicas="first")
-"""How tensors are read for a digest: the first copy of a tied head, which is the one that transformers reads."""
+LIMITS = Limits(threads=2)
+"""How tensors are read for a digest."""
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
@@ -171,7 +171,7 @@ def require_same_base(checkpoint: Path, base: Checkpoint) -> str:
     require_same_config(checkpoint, base.root)
     require_same_tokenizer(checkpoint, base.root)
     then = recorded(checkpoint)
-    now = {} if then is None else digest_of(make_plan(base).jobs, LIMITS)
+    now = {} if then is None else _digested(base.root, make_plan(base).jobs)
     return compared(checkpoint, base.root, then, now, partial=True)
 
 
@@ -223,18 +223,42 @@ def recorded(checkpoint: Path) -> dict[str, str] | None:
 
 def _digests(folder: Path, world: World) -> dict[str, str]:
     """The digest of each tensor of a Hugging Face folder; each tensor is read by one rank. Collective."""
-    jobs: tuple[Job, ...] = world.from_first(
-        lambda: make_plan(open_checkpoint(folder, first=(HUGGINGFACE,))).jobs  # the format that the trainer reads
-    )
+    jobs: tuple[Job, ...] = world.from_first(lambda: _jobs(folder))
     mine = sorted(jobs, key=lambda job: -job.nbytes)[world.rank :: world.ranks]
     digests: dict[str, str] | Exception
     try:
-        digests = digest_of(mine, LIMITS)
+        digests = _digested(folder, mine)
     except (VitruvianError, OSError) as error:
         digests = error
     results = world.gathered(digests)
     world.from_first(lambda: _raise_first(results))
     return {name: digest for rank_digests in results for name, digest in rank_digests.items()}
+
+
+def _jobs(folder: Path) -> tuple[Job, ...]:
+    return make_plan(open_checkpoint(folder, first=(HUGGINGFACE,))).jobs  # the format that the trainer reads
+
+
+def _digested(folder: Path, jobs: Sequence[Job]) -> dict[str, str]:
+    """The digest of each tensor.
+
+    Raises:
+        VerificationError: the config ties the output head to the embedding, and the files hold another head.
+    """
+    try:
+        return digest_of(jobs, LIMITS)
+    except VerificationError as error:
+        hint = f'"tie_word_embeddings": false in {folder / "config.json"} keeps both'
+        raise VerificationError(str(error), hint) from None
+
+
+def require_tied(folder: Path) -> None:
+    """Check that a head which the config of a Hugging Face folder ties to the embedding is equal to it in the files.
+
+    Raises:
+        VerificationError: it is not.
+    """
+    _digested(folder, [job for job in _jobs(folder) if job.replicas])
 
 
 def _raise_first(results: Iterable[Any]) -> None:

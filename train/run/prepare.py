@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
         progress: how far the training has come.
         start: checkpoint of this trainer whose weights and moments are loaded, None to start from the model folder.
         moments: the optimizer moments of `model.path`, with `init: moments`.
-        notes: lines to print, on the export and on settings that changed since the last job.
+        notes: lines to print, on the conversion of the start, the export, and settings that changed since the last job.
     """
 
     config: Config
@@ -96,7 +96,8 @@ def prepare(config: Config, world: World) -> Prepared:
         notes.append(world.from_first(lambda: unrecorded(start)))
     if progress.step < total:
         world.from_first(lambda: require_places(config.save.path, progress, total))
-        path = world.from_first(lambda: folder_of(config, resumed=start is not None))
+        path, of_conversion = world.from_first(lambda: folder_of(config, resumed=start is not None))
+        notes += of_conversion
         if start is not None:
             world.from_first(lambda: require_same_config(start, path))
             world.from_first(lambda: require_same_tokenizer(start, path))
@@ -108,6 +109,7 @@ def prepare(config: Config, world: World) -> Prepared:
         rows = fitted(rows, path)
         if start is None and config.init == "moments":
             moments = world.from_first(lambda: moments_of(config, kind))
+            notes += moments.notes
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     return Prepared(
         config=config,
@@ -118,7 +120,7 @@ def prepare(config: Config, world: World) -> Prepared:
         progress=progress,
         start=start,
         moments=moments,
-        notes=tuple(filter(None, notes)),
+        notes=tuple(dict.fromkeys(filter(None, notes))),
     )
 
 

@@ -53,6 +53,11 @@ def _positive(name: str) -> Value:
     return lambda value: {name: value} if value > 0 else {}
 
 
+def _warmup(value: Any) -> Settings | None:
+    """The translation of a share of the steps, 1 being all of them; in our setting 1 and more count steps."""
+    return None if value > 1 else {"schedule.warmup": "all" if value == 1 else value} if value > 0 else {}
+
+
 def _steps(name: str) -> Value:
     """The translation of a number of steps; a share of the steps cannot be expressed."""
     return lambda value: None if 0 < value < 1 else {name: int(value)} if value > 0 else {}
@@ -117,7 +122,7 @@ VALUES_OF_THE_TRAINER: Mapping[str, Value] = {
     "optim": _optimizer,
     "adam_beta1": lambda value: {"optim.betas.0": value},
     "adam_beta2": lambda value: {"optim.betas.1": value},
-    "warmup_ratio": _positive("schedule.warmup"),
+    "warmup_ratio": _warmup,
     "warmup_steps": _positive("schedule.warmup"),
     "max_steps": _steps("steps.train_iters"),
     "save_steps": _steps("save.every"),

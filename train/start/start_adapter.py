@@ -35,6 +35,10 @@ def resolved(lora: Lora) -> Lora:
     for name in UNKNOWN:
         if config.get(name):
             raise UnsupportedError(f"{where} says {name} = {config[name]}, which cannot be trained further here")
+    if config.get("init_lora_weights") == "mica":  # peft 0.21.2 tuners/lora/variants.py `MiCALinearVariant`
+        raise UnsupportedError(
+            f"{where} says init_lora_weights = mica: PEFT trains its lora_A alone, which is not done here"
+        )
     if config.get("bias", "none") != "none" or not isinstance(config.get("target_modules"), list):
         name = "bias" if config.get("bias", "none") != "none" else "target_modules"
         raise UnsupportedError(f"{where} says {name} = {config.get(name)}, which cannot be trained further here")

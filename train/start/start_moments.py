@@ -11,7 +11,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.optimizer import Group
 from train.settings.config import Config
 from train.start.run_folder import started
-from train.start.start_weights import opened
+from train.start.start_weights import notes_of, opened
 
 MOMENTS = ".moments"
 """Name of the folder in `save.path` with the converted training state; the run's first checkpoint deletes it."""
@@ -25,10 +25,12 @@ class Moments(NamedTuple):
     Attributes:
         path: a checkpoint in the engine's format.
         step: number of updates that Adam has made.
+        notes: notes on the conversion.
     """
 
     path: Path
     step: int
+    notes: list[str]
 
 
 def moments_of(config: Config, target: str) -> Moments:
@@ -51,7 +53,7 @@ def moments_of(config: Config, target: str) -> Moments:
 
     out = config.save.path / MOMENTS
     with TemporaryDirectory(prefix="vitruvian-") as scratch:
-        source, _ = opened(started(config.model.path), config, Path(scratch))
+        source = opened(started(config.model.path), config, Path(scratch))
         named = STEP.fullmatch(source.home.name)
         if named and int(named[1]) != config.steps.iteration_offset:
             raise RefusedError(
@@ -66,5 +68,7 @@ def moments_of(config: Config, target: str) -> Moments:
             raise type(error)(str(error), "--init finetune takes the weights alone") from error
         request = Request(out, quiet=True, force=True, limits=Limits(replicas=replicas_of(source, None)))
         output = Output(with_optimizer=True) if target == "fsdp" else Output()
-        run(plan_output(source, request, target, output), request)
-    return Moments(next(out.glob("global_step*"), out), step)
+        plan = plan_output(source, request, target, output)
+        notes = notes_of(plan)
+        run(plan, request)
+    return Moments(next(out.glob("global_step*"), out), step, notes)

@@ -29,7 +29,7 @@ from train.model import lora
 from train.model.trainee import fill
 from train.run.checkpoint import Progress, newest, read_progress, require_sound
 from train.run.evaluate import Score, evaluate, open_sets
-from train.run.identity import differing, read_settings
+from train.run.identity import differing, read_settings, require_tied
 from train.run.metrics import Judge, open_judge
 from train.run.prepare import choose_attention
 from train.settings.config import Config
@@ -111,8 +111,10 @@ def _latest(save: Path) -> Path | None:
 
 
 @contextmanager
-def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
+def readable(place: Place, config: Config, world: World, tell: Callable[[str], None]) -> Iterator[Place]:
     """Yield a checkpoint that ranks can read: the given one, or a temporary Hugging Face folder converted from it.
+
+    `tell` is called on rank 0 with each note on the conversion.
 
     Raises:
         VitruvianError: the checkpoint cannot be converted.
@@ -129,7 +131,10 @@ def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
                 "model": config.model.model_copy(update={"path": place.path}),
                 "save": config.save.model_copy(update={"path": Path(scratch)}),
             }
-            return folder_of(config.model_copy(update=sections))
+            folder, notes = folder_of(config.model_copy(update=sections))
+            for note in notes:
+                tell(note)
+            return folder
 
         yield Place(world.from_first(convert), None)
         world.wait()
@@ -140,6 +145,7 @@ def load_weights(place: Place, model: Any, world: World) -> None:
 
     Raises:
         SourceError: the checkpoint has only adapters.
+        VerificationError: the config ties the output head to the embedding, and the files hold another head.
     """
     if (place.path / lora.NOTE).is_file():
         raise SourceError(
@@ -151,6 +157,7 @@ def load_weights(place: Place, model: Any, world: World) -> None:
             require_sound(place.path, world)
             read_weights(model, place.path, world)
         else:
+            world.from_first(lambda: require_tied(place.path))
             fill(model, place.path)
 
 
@@ -223,7 +230,7 @@ def score(
         places: the checkpoints, at least one.
         texts: folder of text files, see `opened_sets`; None for the validation sets.
         world: the ranks.
-        tell: called on rank 0 with a note of documents that are left out.
+        tell: called on rank 0 with a note of documents that are left out, or on the conversion of a checkpoint.
 
     Yields:
         Each checkpoint and its scores.
@@ -235,7 +242,7 @@ def score(
         evaluator: _Evaluator | None = None
         first: Mapping[str, Any] = {}
         for place in places:
-            with readable(place, config, world) as readable_place:
+            with readable(place, config, world, tell) as readable_place:
                 settings = world.from_first(partial(read_settings, readable_place.path))
                 if evaluator is not None and (other := differing(first, settings)):
                     raise RefusedError(

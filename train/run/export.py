@@ -20,7 +20,7 @@ from converters.assets.chat_template import load_template
 from converters.assets.files import files, has_tokenizer
 from converters.assets.token_files import held_template
 from converters.convert import check_paths, run
-from converters.library.records import plan_record
+from converters.library.records import notes_of
 from converters.plan.merging import plan_merge
 from converters.plan.request import Request
 from converters.plan.targets import SHARD_SIZE, plan_huggingface
@@ -63,7 +63,7 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
     request = Request(out, cast="bf16", quiet=True)
     if not (checkpoint / NOTE).is_file():
         plan = plan_huggingface(open_checkpoint(checkpoint), request, SHARD_SIZE, template)
-        notes = [*plan_record(plan)["notes"]]
+        notes = notes_of(plan)
         run(plan, request)
         return notes
     require_one_save(checkpoint)
@@ -84,7 +84,7 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
         assert plan.target is not None
         own = {f"{ADAPTER}/{name}": scratch / name for name in (lora_config.CONFIG, peft.WEIGHTS)}
         plan = replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own}))
-        notes = [*plan_record(plan)["notes"], *filter(None, [note])]
+        notes = [*notes_of(plan), *filter(None, [note])]
         run(plan, request)
     return notes
 

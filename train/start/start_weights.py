@@ -105,10 +105,9 @@ def folder_of(config: Config, resumed: bool = False) -> tuple[Path, list[str]]:
 
 def notes_of(plan: Plan) -> list[str]:
     """The notes on a conversion, without that on the state of the training, which `init` decides on."""
-    from converters.library.records import plan_record
+    from converters.library import records
 
-    notes: list[str] = plan_record(replace(plan, source=replace(plan.source, state=())))["notes"]
-    return notes
+    return records.notes_of(replace(plan, source=replace(plan.source, state=())))
 
 
 def _made_of(weights: str, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> bytes:

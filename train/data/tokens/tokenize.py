@@ -26,6 +26,7 @@ from blake3 import blake3
 
 from converters.common.atomic import lock, named, stoppable, sync_path, write_file
 from converters.common.progress import Progress
+from converters.move.sampled import samples_of
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
 from train.data.tokens.indexed import best_dtype, bin_path, idx_path, write_index
 from train.data.tokens.input_ranges import Ranges
@@ -85,12 +86,17 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the work, for resuming: inputs with sizes and times, the tokenizer's content, all settings."""
-        stats = [
-            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, number)
-            for path, number in self.parts.files.items()
+        """Identity of the work, for resuming: inputs with sizes, times and samples, the tokenizer, settings, versions.
+
+        Every change of a file sets its ctime, and no program can set it back, as it can the mtime (`cp -p`).
+        """
+        files = self.parts.files
+        inputs = [
+            (str(path.resolve()), about.st_size, about.st_mtime_ns, about.st_ctime_ns, sample, number)
+            for (path, number), sample in zip(files.items(), samples_of(list(files)), strict=True)
+            for about in [path.stat()]
         ]
-        facts = [stats, self.job.identity]
+        facts = [inputs, self.job.identity]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
 

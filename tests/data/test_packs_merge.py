@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from tests.data.pack_world import GOLDEN, contents, make
+from tests.data.pack_world import GOLDEN, contents, make, slices_json
 from train.data.packs import append, files
 from train.data.packs.iters import as_awk
 from train.data.tokens.encode import LAST_REPLY, REPLY
@@ -161,6 +161,29 @@ def test_merges_that_are_refused(train, tmp_path):
         file.write(b"x")
     assert train("packs", "merge", folder, out).code == 3
     assert not out.exists()
+
+
+def test_role_bins_are_in_no_data_pack(train, tmp_path):
+    """Their roles would be appended to their tokens, or be lost."""
+    for name in ("a-text", "a-role"):
+        make(tmp_path / "XX" / name, [3, 5])
+    merged = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
+    assert (merged.code, "role bins" in merged.err) == (5, True)
+    assert not (tmp_path / "out").exists()
+    for name in ("a-text", "a-role"):
+        appended = train("packs", "append-eod", tmp_path / f"XX/{name}.bin", 3, "append")
+        assert (appended.code, "role bins" in appended.err) == (5, True)
+        state = tmp_path / f"{name}.yaml"
+        assert train("packs", "state", tmp_path / "XX", state, "--force").code == 0
+        words = ["--tokens-per-iter", 1, "--warmup-iters", 0, "--cd_phase", 0, "--max_tokens_per_pack", 9]
+        words += ["--slices_json", slices_json(tmp_path / "s.json", {name: [4, 0, 0, 0, 0]}), "--state_file", state]
+        sliced = train("packs", "slice", *words, "--out_dir", tmp_path / "sliced")
+        assert (sliced.code, "role bins" in sliced.err) == (5, True)
+    assert sorted(path.name for path in (tmp_path / "XX").iterdir()) == [
+        f"a-{kind}.{end}" for kind in ("role", "text") for end in ("bin", "idx")
+    ]
+    counted = json.loads(train("packs", "iters", tmp_path / "XX", "--json").out)
+    assert [row["tokens"] for row in counted] == [8]
 
 
 def test_an_output_that_is_there(train, tmp_path):

@@ -22,7 +22,8 @@ from converters.common.atomic import named, sync_path, synced, write_file
 from converters.common.progress import size
 from formats.disk.safetensors import write_from
 from formats.disk.threads import Threads
-from formats.errors import Interrupted, OutputError, SourceError
+from formats.errors import Interrupted, OutputError, RefusedError, SourceError
+from train.data.tokens.documents import other_bin
 from train.data.tokens.indexed import Column, Indexed, bin_path, chunks, idx_path
 from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
 
@@ -185,8 +186,19 @@ class Joined:
         return np.concatenate(pieces)
 
 
-def require_mask(indexed: Indexed) -> None:
-    """Refuse token files with a loss mask of another length. Raises SourceError."""
+def check_beside(indexed: Indexed) -> None:
+    """Check what is beside token files that are cut, merged or appended to.
+
+    Raises:
+        SourceError: their loss mask has another length.
+        RefusedError: they are role bins, of which one would be changed without the other.
+    """
+    other = other_bin(indexed.prefix)
+    if other is not None:
+        raise RefusedError(
+            f"{indexed.prefix} and {other.name} are role bins, tokens and the role of each: data packs have no roles",
+            "name each P-text in data.train, or make one of all inputs: train role-bins --input FILE,FILE",
+        )
     mask = mask_path(indexed.prefix)
     if mask.exists() and mask.stat().st_size != indexed.total:
         raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {indexed.total:,} tokens")

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from formats.errors import SourceError, UsageError, short
 from train.data.fetch.recipe import SUFFIXES, Recipe, expanded, nearest
-from train.data.tokens.input_ranges import json_reader, key_twice
+from train.data.tokens.input_ranges import json_reader, key_twice, present
 from train.data.tokens.records import Malformed
 
 Row = Mapping[str, Any] | str
@@ -177,6 +177,11 @@ def _parquet(path: Path, fields: Sequence[str]) -> Iterator[Row]:
         yield from parquet_rows(file, fields, str(path))
 
 
+def arrow_row(row: Mapping[str, Any]) -> Row:
+    """A row of Arrow, whose structs have every key in every row, without those that are null."""
+    return {name: present(value) for name, value in row.items()}
+
+
 def parquet_rows(file: IO[bytes], fields: Sequence[str], place: str) -> Iterator[Row]:
     """The records of a Parquet file, one column chunk of a row group at a time.
 
@@ -199,6 +204,6 @@ def parquet_rows(file: IO[bytes], fields: Sequence[str], place: str) -> Iterator
         with ParquetFile(file, pre_buffer=False) as parquet:
             require(fields, parquet.schema_arrow.names, place)
             for batch in parquet.iter_batches(BATCH, columns=list(fields), use_threads=False):
-                yield from batch.to_pylist()
+                yield from map(arrow_row, batch.to_pylist())
     except pa.ArrowException as error:
         raise SourceError(f"{place} is damaged or not a Parquet file: {str(error).splitlines()[0][:200]}") from None

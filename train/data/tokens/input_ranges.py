@@ -243,16 +243,16 @@ def _rows(part: Range, columns: Iterable[str]) -> list[dict[str, Any]]:
     except (ArrowException, OSError, ValueError, OverflowError) as error:
         reason = short(" ".join(str(error).split()), 200)
         raise SourceError(f"{part.path} is damaged in row group {part.begin}: {reason}") from None
-    return [{name: _present(value) for name, value in row.items()} for row in rows]
+    return [{name: present(value) for name, value in row.items()} for row in rows]
 
 
-def _present(value: Any) -> Any:
+def present(value: Any) -> Any:
     """A cell without the keys whose value is null: a column of structs has every key in every row."""
     match value:
         case dict():
-            return {name: _present(inner) for name, inner in value.items() if inner is not None}
+            return {name: present(inner) for name, inner in value.items() if inner is not None}
         case list():
-            return [_present(inner) for inner in value]
+            return [present(inner) for inner in value]
     return value
 
 

@@ -203,8 +203,8 @@ def test_role_bins_and_markers_cannot_leave_a_reply_out(train, tmp_path):
     assert json.loads(lines[1])["conversations"][3] == {"role": "assistant", "content": "say 1", "weight": 0}
 
 
-KEYS = [{"reasoning_content": "hm"}, {"tool_calls": [{"function": {"name": "f"}}]}, {"train_detail": [{"train": False}]},
-        {"weight": 0.5}, {"toxic": False}]  # fmt: skip
+KEYS = [{"reasoning_content": "hm"}, {"tool_calls": [{"function": {"name": "f"}}]},
+        {"train_detail": [{"train": False}]}, {"weight": 0.5}, {"toxic": False}]  # fmt: skip
 
 
 @pytest.mark.parametrize("more", KEYS, ids=str)

@@ -70,6 +70,40 @@ def lock(handle: int, what: object, *, shared: bool = False, wait: bool = False)
     return True
 
 
+@contextmanager
+def claimed(folder: Path, mark: str) -> Iterator[None]:
+    """A context in which no other process works in a staging folder, which is made if it is not there.
+
+    Args:
+        folder: the folder.
+        mark: name of the file in it that is locked. It is made first and deleted last: a folder without it that is not
+            empty is somebody else's.
+
+    Raises:
+        OutputError: another process works in the folder, or it holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()) and not (folder / mark).is_file():
+        raise OutputError(f"{folder} is needed for the work and holds something else", "move it out of the way")
+    handle = os.open(folder / mark, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        lock(handle, folder)
+        if not (folder / mark).exists() or not os.path.samestat(os.fstat(handle), (folder / mark).stat()):
+            raise OutputError(f"another process has just ended its work in {folder}", "run the same command again")
+        yield
+    finally:
+        os.close(handle)
+
+
+def clear(folder: Path, mark: str) -> None:
+    """Delete all that a claimed folder holds, but for its mark."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != mark:
+            path.unlink()
+
+
 def write_all(handle: int, content: bytes) -> None:
     """Write all bytes: a single write may be cut short, as by a full disk."""
     while content:

@@ -204,6 +204,30 @@ def test_an_output_that_is_there(train, tmp_path):
     assert train("packs", "merge", folder, folder).code == 7
 
 
+def test_the_folder_of_other_work_is_not_deleted(train, tmp_path):
+    """Of the user, and of role bins of the same name, killed or running."""
+    make(tmp_path / "XX/a", [3, 4])
+    for name, content in (("notes.txt", "mine"), ("done.json", "{}")):
+        staging = tmp_path / "out/XX.partial"
+        staging.mkdir(parents=True)
+        (staging / "lock").touch()
+        (staging / name).write_text(content)
+        ran = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
+        assert (ran.code, f"{staging} is needed for the work and holds something else" in ran.err) == (7, True)
+        assert (staging / name).read_text() == content
+        shutil.rmtree(staging)
+
+
+def test_two_processes_do_not_write_the_same_files(train, tmp_path):
+    make(tmp_path / "XX/a", [3, 4])
+    with files.fresh(tmp_path / "out/XX") as staged:
+        bin_path(staged).write_bytes(b"of the first")
+        for _ in range(2):
+            ran = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
+            assert (ran.code, "another process is writing" in ran.err) == (7, True)
+        assert bin_path(staged).read_bytes() == b"of the first"
+
+
 def test_copies_are_not_merged_with_what_they_were_made_of(train, tmp_path):
     prefix = make(tmp_path / "XX/a", [3])
     assert train("packs", "append-eod", prefix, 5000, "append").code == 0

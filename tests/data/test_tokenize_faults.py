@@ -284,6 +284,11 @@ def test_other_work_in_the_same_place_is_refused(train, tmp_path):
     corpus(tmp_path / "in.jsonl", 20)
     staging = tmp_path / "P_text_document.partial"
     staging.mkdir()
+    (staging / "notes.txt").write_text("the user's own")
+    for options in ([], ["--force"]):
+        refused = train(*words_of(tmp_path, "P", *options))
+        assert (refused.code, f"{staging} is needed for the work and holds something else" in refused.err) == (7, True)
+    (staging / "notes.txt").rename(staging / "lock")
     note = {"fingerprint": "x", "ranges": 1, "lengths": {"bin": 0, "sizes": 0, "mask": 0}, "lines": 0}
     (staging / "done.json").write_text(json.dumps(note | {"counts": {}, "examples": {}}))
     refused = train(*words_of(tmp_path, "P"))

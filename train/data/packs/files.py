@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.common.atomic import named, sync_path, synced, write_file
+from converters.common.atomic import claimed, clear, named, sync_path, synced, write_file
 from converters.common.progress import size
 from formats.disk.safetensors import write_from
 from formats.disk.threads import Threads
@@ -31,6 +31,8 @@ STEP = 64 << 20
 """Number of bytes that the kernel copies at a time; signals are handled between two copies."""
 BUFFER = 4 << 20
 """Number of bytes that pass through memory at a time, where the kernel does not copy."""
+MARK = "packs.lock"
+"""Name of the file that tells a staging folder of these commands from others, such as those of `train tokenize`."""
 NOT_HERE = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
 """Errors of `copy_file_range` where that call is not supported: across file systems, old kernels, containers."""
 
@@ -119,28 +121,37 @@ def members(prefix: Path) -> tuple[Path, ...]:
     return bin_path(prefix), mask_path(prefix), facts_path(prefix), idx_path(prefix)
 
 
+def staging_of(prefix: Path) -> Path:
+    """The folder in which the files of a prefix are written; a process that was killed leaves it."""
+    return prefix.with_name(prefix.name + ".partial")
+
+
 @contextmanager
 def fresh(prefix: Path) -> Iterator[Path]:
     """Yield a prefix in a staging folder; its files are renamed to those of `prefix` when all of them are on disk.
 
-    An error leaves no files; a `kill -9` leaves the folder `PREFIX.partial`, which the next attempt deletes.
+    An error leaves no files; a `kill -9` leaves the folder `PREFIX.partial`, which the next attempt clears.
+
+    Raises:
+        OutputError: another process writes the files, or `PREFIX.partial` holds something else.
     """
-    staging = prefix.with_name(prefix.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        with named(prefix):
-            yield staging / prefix.name
-            sync_path(staging)
-            idx_path(prefix).unlink(missing_ok=True)
-            for staged, place in zip(members(staging / prefix.name), members(prefix), strict=True):
-                if staged.exists():
-                    staged.replace(place)
-                else:
-                    place.unlink(missing_ok=True)
-            sync_path(prefix.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    staging = staging_of(prefix)
+    with claimed(staging, MARK):
+        clear(staging, MARK)
+        try:
+            with named(prefix):
+                yield staging / prefix.name
+                sync_path(staging)
+                idx_path(prefix).unlink(missing_ok=True)
+                for staged, place in zip(members(staging / prefix.name), members(prefix), strict=True):
+                    if staged.exists():
+                        staged.replace(place)
+                    else:
+                        place.unlink(missing_ok=True)
+                sync_path(prefix.parent)
+        finally:
+            clear(staging, MARK)
+            shutil.rmtree(staging)
 
 
 def write_facts(prefix: Path, facts: Facts | None) -> None:

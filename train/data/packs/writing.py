@@ -113,6 +113,8 @@ def marks_in(part: Slice) -> Joined | None:
 def is_whole(part: Slice, out: Path) -> bool:
     """Whether a slice is complete on disk: its file sizes, the lengths in its index, and its sidecar are right."""
     prefix = prefix_in(part, out)
+    if files.staging_of(prefix).exists():  # of a process that was killed; it would keep the pack from being merged
+        return False
     try:
         written = open_indexed(prefix, tokens=False)
         same = written.dtype == part.source.indexed.dtype and len(written) == part.sequences[1] - part.sequences[0]

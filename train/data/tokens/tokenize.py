@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from converters.common.atomic import lock, named, stoppable, sync_path, write_file
+from converters.common.atomic import claimed, clear, named, stoppable, sync_path, write_file
 from converters.common.progress import Progress
 from converters.move.sampled import samples_of
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
@@ -39,6 +39,8 @@ STREAMS = ("bin", "sizes", "mask")
 """The staged streams: tokens, int32 sizes of documents, and the loss mask (or the roles of role bins)."""
 PARTS = "parts-"
 """Prefix of the folder for workers' files: each run has a new folder, because a worker may outlive a killed run."""
+MARK = "lock"
+"""Name of the file that tells the staging folder from others."""
 EVERY = 5.0
 """Seconds between two records of the progress."""
 AHEAD = 4
@@ -155,18 +157,14 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
     half = staging.is_dir() and not any(path.suffix == ".idx" for path in existing)  # killed while it published
     if existing and not (request.force or half):
         raise OutputError(f"{existing[0]} exists", "choose another --output-prefix, or replace it with --force")
-    staging.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        handle = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        stack.callback(os.close, handle)
-        lock(handle, staging)
+    with claimed(staging, MARK), ExitStack() as stack:
         stack.enter_context(named(staging))
         done = _resumed(request)
         stopped = stack.enter_context(stoppable())
         done = _append_all(request, done, stopped)
         _require_clear(request, done)
         if request.fingerprint != done.fingerprint:
-            shutil.rmtree(staging)
+            _discard(staging)
             raise SourceError("an input file changed while it was read", "run again when nothing writes to it")
         _judge(request, done)
         yield done, stopped
@@ -291,7 +289,7 @@ def _require_clear(request: Request, done: Done) -> None:
     """
     grave = _grave(done)
     if grave is not None:
-        shutil.rmtree(request.staging)
+        _discard(request.staging)
         raise RefusedError(
             f"{done.examples[grave][0]}: {REASONS[grave]}",
             HINTS.get(grave, HINT),
@@ -315,7 +313,7 @@ def _judge(request: Request, done: Done) -> None:
     shown = f", most of them because of {REASONS[worst]} ({done.examples[worst][0]})" if worst else ""
     hint = f"train lint names each of them; what is tokenized stays in {request.staging.name} for the same input"
     if not documents:
-        shutil.rmtree(request.staging)
+        _discard(request.staging)
         hint = "train lint names each of them; --format sets the format of the records"
         raise SourceError(f"none of {count} records became a document{shown}", hint if count else "")
     if count and request.strict:
@@ -372,6 +370,12 @@ def write_facts(request: Request, done: Done, counts: Mapping[str, int], streams
     return facts
 
 
+def _discard(staging: Path) -> None:
+    """Delete the staging folder, its mark last."""
+    clear(staging, MARK)
+    shutil.rmtree(staging)
+
+
 def _hashed(path: Path) -> str:
     """BLAKE3 of a whole file, read a piece at a time: the pages of a memory map would count as memory."""
     hashed = blake3()
@@ -395,4 +399,4 @@ def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path
     for name, path in finals.items():
         (staging / name).rename(path)
     sync_path(next(iter(finals.values())).parent)
-    shutil.rmtree(staging)
+    _discard(staging)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -76,8 +76,8 @@ def claimed(folder: Path, mark: str) -> Iterator[None]:
 
     Args:
         folder: the folder.
-        mark: name of the file in it that is locked. It is made first and deleted last: a folder without it that is not
-            empty is somebody else's.
+        mark: name of the file in it that is locked. It is made first and deleted last (`discard`): a folder that has
+            files and lacks it is somebody else's.
 
     Raises:
         OutputError: another process works in the folder, or it holds something else.
@@ -93,6 +93,15 @@ def claimed(folder: Path, mark: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+        if not (folder / mark).exists():
+            with suppress(OSError):  # another process has begun to work in it
+                folder.rmdir()
+
+
+def discard(folder: Path, mark: str) -> None:
+    """Delete all that a claimed folder holds; the folder itself goes when it is no longer claimed."""
+    clear(folder, mark)
+    (folder / mark).unlink()
 
 
 def clear(folder: Path, mark: str) -> None:

@@ -78,7 +78,7 @@ def _job(options: Mapping[str, Any]) -> Job | None:
     if not options["tokenizer"]:
         return None
     unasked = dict.fromkeys(("tokenizer_type", "eod", "append_eod", "control_tokens", "ftfy", "date"))
-    readable = []
+    readable: list[Path] = []
     for path in options["files"]:
         with suppress(SourceError):  # the linter reports it
             readable += ranges([path]).files

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.common.atomic import claimed, clear, named, sync_path, synced, write_file
+from converters.common.atomic import claimed, clear, discard, named, sync_path, synced, write_file
 from converters.common.progress import size
 from formats.disk.safetensors import write_from
 from formats.disk.threads import Threads
@@ -150,8 +150,7 @@ def fresh(prefix: Path) -> Iterator[Path]:
                         place.unlink(missing_ok=True)
                 sync_path(prefix.parent)
         finally:
-            clear(staging, MARK)
-            shutil.rmtree(staging)
+            discard(staging, MARK)
 
 
 def write_facts(prefix: Path, facts: Facts | None) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from converters.common.atomic import claimed, clear, named, stoppable, sync_path, write_file
+from converters.common.atomic import claimed, discard, named, stoppable, sync_path, write_file
 from converters.common.progress import Progress
 from converters.move.sampled import samples_of
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
@@ -164,7 +164,7 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
         done = _append_all(request, done, stopped)
         _require_clear(request, done)
         if request.fingerprint != done.fingerprint:
-            _discard(staging)
+            discard(staging, MARK)
             raise SourceError("an input file changed while it was read", "run again when nothing writes to it")
         _judge(request, done)
         yield done, stopped
@@ -289,7 +289,7 @@ def _require_clear(request: Request, done: Done) -> None:
     """
     grave = _grave(done)
     if grave is not None:
-        _discard(request.staging)
+        discard(request.staging, MARK)
         raise RefusedError(
             f"{done.examples[grave][0]}: {REASONS[grave]}",
             HINTS.get(grave, HINT),
@@ -313,7 +313,7 @@ def _judge(request: Request, done: Done) -> None:
     shown = f", most of them because of {REASONS[worst]} ({done.examples[worst][0]})" if worst else ""
     hint = f"train lint names each of them; what is tokenized stays in {request.staging.name} for the same input"
     if not documents:
-        _discard(request.staging)
+        discard(request.staging, MARK)
         hint = "train lint names each of them; --format sets the format of the records"
         raise SourceError(f"none of {count} records became a document{shown}", hint if count else "")
     if count and request.strict:
@@ -370,12 +370,6 @@ def write_facts(request: Request, done: Done, counts: Mapping[str, int], streams
     return facts
 
 
-def _discard(staging: Path) -> None:
-    """Delete the staging folder, its mark last."""
-    clear(staging, MARK)
-    shutil.rmtree(staging)
-
-
 def _hashed(path: Path) -> str:
     """BLAKE3 of a whole file, read a piece at a time: the pages of a memory map would count as memory."""
     hashed = blake3()
@@ -386,7 +380,7 @@ def _hashed(path: Path) -> str:
 
 
 def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path] = ()) -> None:
-    """Publish files of the staging folder, and remove it.
+    """Publish files of the staging folder, and discard it.
 
     Args:
         staging: the staging folder.
@@ -399,4 +393,4 @@ def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path
     for name, path in finals.items():
         (staging / name).rename(path)
     sync_path(next(iter(finals.values())).parent)
-    _discard(staging)
+    discard(staging, MARK)

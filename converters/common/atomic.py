@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -68,6 +68,49 @@ def lock(handle: int, what: object, *, shared: bool = False, wait: bool = False)
             raise
         return False
     return True
+
+
+@contextmanager
+def claimed(folder: Path, mark: str) -> Iterator[None]:
+    """A context in which no other process works in a staging folder, which is made if it is not there.
+
+    Args:
+        folder: the folder.
+        mark: name of the file in it that is locked. It is made first and deleted last (`discard`): a folder that has
+            files and lacks it is somebody else's.
+
+    Raises:
+        OutputError: another process works in the folder, or it holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()) and not (folder / mark).is_file():
+        raise OutputError(f"{folder} is needed for the work and holds something else", "move it out of the way")
+    handle = os.open(folder / mark, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        lock(handle, folder)
+        if not (folder / mark).exists() or not os.path.samestat(os.fstat(handle), (folder / mark).stat()):
+            raise OutputError(f"another process has just ended its work in {folder}", "run the same command again")
+        yield
+    finally:
+        os.close(handle)
+        if not (folder / mark).exists():
+            with suppress(OSError):  # another process has begun to work in it
+                folder.rmdir()
+
+
+def discard(folder: Path, mark: str) -> None:
+    """Delete all that a claimed folder holds; the folder itself goes when it is no longer claimed."""
+    clear(folder, mark)
+    (folder / mark).unlink()
+
+
+def clear(folder: Path, mark: str) -> None:
+    """Delete all that a claimed folder holds, but for its mark."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != mark:
+            path.unlink()
 
 
 def write_all(handle: int, content: bytes) -> None:

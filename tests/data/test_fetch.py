@@ -159,6 +159,23 @@ def test_kept_fields(fetch, tmp_path):
 # --- what is dropped -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("end", ["jsonl", "json"])
+def test_a_key_that_is_given_twice(fetch, tmp_path, end):
+    """Readers of JSON take the last of the two."""
+    twice = '{"q": "x", "a": "first", "a": "second"}'
+    good = json.dumps(pairs(1)[0])
+    (tmp_path / f"in.{end}").write_text(f"{twice}\n{good}\n" if end == "jsonl" else f"[{twice}, {good}]")
+    recipe(tmp_path / "r.yml", PAIR.format(f"in.{end}"))
+    ran = fetch("r.yml", "out.jsonl")
+    if end == "json":
+        assert ran.code == 3
+        assert "in.json has an object with the key 'a' twice" in ran.err
+    else:
+        assert "2 read, 1 kept, 1 dropped (key 1)" in ran.out
+        assert "dropped as key: a key is given twice in the record" in ran.err
+        assert len(lines_of(tmp_path / "out.jsonl")) == 1
+
+
 def test_every_dropped_record_is_counted(fetch, tmp_path):
     bad = [
         '{"q": "x"}', '{"q": "x", "a": null}', '{"q": "x", "a": 5}', '{"q": "x", "a": ["y"]}', '{"q": "", "a": "y"}',

@@ -203,6 +203,36 @@ def test_role_bins_and_markers_cannot_leave_a_reply_out(train, tmp_path):
     assert json.loads(lines[1])["conversations"][3] == {"role": "assistant", "content": "say 1", "weight": 0}
 
 
+KEYS = [{"reasoning_content": "hm"}, {"tool_calls": [{"function": {"name": "f"}}]},
+        {"train_detail": [{"train": False}]}, {"weight": 0.5}, {"toxic": False}]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", KEYS, ids=str)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "columns"])
+def test_what_is_fetched_is_judged_as_its_source(train, tmp_path, more, kind):
+    """Of Parquet and of a column of lists too, where each turn has every key, null where it has none."""
+    record = dialogue(more)
+    path = tmp_path / f"in.{kind if kind == 'parquet' else 'jsonl'}"
+    if kind == "parquet":
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist([record]), path)
+    elif kind == "columns":
+        keys = ("role", "content", *more)
+        columns = {key: [turn.get(key) for turn in record["messages"]] for key in keys}
+        path.write_text(json.dumps({"messages": columns}) + "\n")
+    else:
+        path.write_text(json.dumps(record) + "\n")
+    recipe = f"source: {path}\nconversations: messages\nas: "
+    (tmp_path / "r.yml").write_text(recipe + "conversations\n")
+    assert train("fetch", tmp_path / "r.yml", tmp_path / "out.jsonl").code == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == {"conversations": record["messages"]}
+    (tmp_path / "r.yml").write_text(recipe + "control-text\n")
+    marked = train("fetch", tmp_path / "r.yml", tmp_path / "marked.jsonl")
+    reason = "weight" if "weight" in more else "unknown" if more.keys() & {"train_detail", "toxic"} else "more"
+    assert (marked.code, f"1 dropped ({reason} 1)" in marked.err) == (3, True)
+
+
 def test_columns_of_parquet_are_looked_at(tokenized, train, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     from pyarrow import Table

@@ -85,3 +85,18 @@ def test_a_template_that_is_named_is_the_one_that_lint_checks(train, tmp_path):
     assert (bare.code, "--chat-template chatml" in bare.err) == (2, True), bare.err
     assert train("lint", source, "--tokenizer", folder, "--chat-template", "chatml").code == 0
     assert train("lint", source, "--chat-template", "chatml").code == 2
+
+
+def test_the_format_is_that_of_all_files(train, tmp_path, tokenizer):
+    """A file of plain text comes first, and one that cannot be read."""
+    texts, talks, missing = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "none.jsonl"
+    texts.write_text(json.dumps({"text": "Hello"}) + "\n")
+    talks.write_text(json.dumps(WRITTEN["conversations"][0]) + "\n")
+    options = ("--tokenizer", tokenizer, "--json")
+    linted = train("lint", texts, talks, *options)
+    done = train("tokenize", "--input", f"{texts},{talks}", *options, "--output-prefix", tmp_path / "P")
+    assert (linted.code, done.code) == (0, 0), linted.out + done.err
+    found = json.loads(linted.out)
+    assert (found["format"], found["records"], found["malformed"]) == ("conversations", 2, 0)
+    again = train("lint", missing, texts, talks, *options)
+    assert (again.code, json.loads(again.out)) == (3, found)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from tests.data.pack_world import GOLDEN, contents, make
+from tests.data.pack_world import GOLDEN, contents, make, slices_json
 from train.data.packs import append, files
 from train.data.packs.iters import as_awk
 from train.data.tokens.encode import LAST_REPLY, REPLY
@@ -163,6 +163,29 @@ def test_merges_that_are_refused(train, tmp_path):
     assert not out.exists()
 
 
+def test_role_bins_are_in_no_data_pack(train, tmp_path):
+    """Their roles would be appended to their tokens, or be lost."""
+    for name in ("a-text", "a-role"):
+        make(tmp_path / "XX" / name, [3, 5])
+    merged = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
+    assert (merged.code, "role bins" in merged.err) == (5, True)
+    assert not (tmp_path / "out").exists()
+    for name in ("a-text", "a-role"):
+        appended = train("packs", "append-eod", tmp_path / f"XX/{name}.bin", 3, "append")
+        assert (appended.code, "role bins" in appended.err) == (5, True)
+        state = tmp_path / f"{name}.yaml"
+        assert train("packs", "state", tmp_path / "XX", state, "--force").code == 0
+        words = ["--tokens-per-iter", 1, "--warmup-iters", 0, "--cd_phase", 0, "--max_tokens_per_pack", 9]
+        words += ["--slices_json", slices_json(tmp_path / "s.json", {name: [4, 0, 0, 0, 0]}), "--state_file", state]
+        sliced = train("packs", "slice", *words, "--out_dir", tmp_path / "sliced")
+        assert (sliced.code, "role bins" in sliced.err) == (5, True)
+    assert sorted(path.name for path in (tmp_path / "XX").iterdir()) == [
+        f"a-{kind}.{end}" for kind in ("role", "text") for end in ("bin", "idx")
+    ]
+    counted = json.loads(train("packs", "iters", tmp_path / "XX", "--json").out)
+    assert [row["tokens"] for row in counted] == [8]
+
+
 def test_an_output_that_is_there(train, tmp_path):
     folder, out = tmp_path / "XX", tmp_path / "out"
     make(folder / "a", [3], mask=True)
@@ -179,6 +202,30 @@ def test_an_output_that_is_there(train, tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["XX.bin", "XX.idx", "XX.merge.log"], "no old mask"
     assert open_indexed(out / "XX").total == 4
     assert train("packs", "merge", folder, folder).code == 7
+
+
+def test_the_folder_of_other_work_is_not_deleted(train, tmp_path):
+    """Of the user, and of role bins of the same name, killed or running."""
+    make(tmp_path / "XX/a", [3, 4])
+    for name, content in (("notes.txt", "mine"), ("done.json", "{}")):
+        staging = tmp_path / "out/XX.partial"
+        staging.mkdir(parents=True)
+        (staging / "lock").touch()
+        (staging / name).write_text(content)
+        ran = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
+        assert (ran.code, f"{staging} is needed for the work and holds something else" in ran.err) == (7, True)
+        assert (staging / name).read_text() == content
+        shutil.rmtree(staging)
+
+
+def test_two_processes_do_not_write_the_same_files(train, tmp_path):
+    make(tmp_path / "XX/a", [3, 4])
+    with files.fresh(tmp_path / "out/XX") as staged:
+        bin_path(staged).write_bytes(b"of the first")
+        for _ in range(2):
+            ran = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
+            assert (ran.code, "another process is writing" in ran.err) == (7, True)
+        assert bin_path(staged).read_bytes() == b"of the first"
 
 
 def test_copies_are_not_merged_with_what_they_were_made_of(train, tmp_path):

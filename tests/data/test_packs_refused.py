@@ -130,6 +130,22 @@ def test_other_packs_in_the_folder(train, tmp_path):
     assert (tmp_path / "out/notes.txt").exists()
 
 
+@pytest.mark.parametrize("end", [".mask", ".bin"])
+def test_inputs_that_were_changed_since(train, tmp_path, end):
+    """A mask that was made anew, and tokens of the same lengths, size and time."""
+    argv, prefixes = world(tmp_path, train, mask=True)
+    assert train(*argv).code == 0
+    path = prefixes["lv"].with_suffix(end)
+    before = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    ran = train(*argv)
+    assert ran.code == 7
+    assert "other inputs: lv" in ran.err
+    assert train(*argv, "--force").code == 0
+    check_cuts(tmp_path / "out", prefixes)
+
+
 def test_folders_of_another_program_stay(train, tmp_path):
     argv, _ = world(tmp_path, train)
     (tmp_path / "out/N_2").mkdir(parents=True)

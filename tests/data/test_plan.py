@@ -12,8 +12,10 @@ import pytest
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
 from train.data.packing.pack_plan import document_sizes, make_plan, open_plan, write_plan
+from train.data.rows import open_rows
 from train.data.tokens.indexed import open_indexed, write_index
 from train.data.tokens.sidecar import Facts, facts_path, read_facts
+from train.settings.config import Data
 
 GOLDEN = Path(__file__).parents[1] / "golden/data"
 
@@ -63,6 +65,39 @@ def test_overlong_documents(prefix):
     rows = [piece for number in range(len(plan)) for piece in plan.row(number, indexed.sizes)]
     assert sorted(document for document, _, _ in rows) == list(range(2000))
     assert all(many == min(128, indexed.sizes[document]) and low == 0 for document, low, many in rows)
+
+
+@pytest.mark.parametrize("done", ["drop", "truncate", "packed"])
+@pytest.mark.parametrize("asked", ["drop", "truncate", "error"])
+def test_a_plan_whose_long_documents_are_treated_otherwise(prefix, train, tmp_path, done, asked):
+    def opened(seq_length):
+        algorithm = ["--algorithm", done] if done == "packed" else ["--overlong", done]
+        ran = train("pack", prefix, "--seq-length", seq_length, *algorithm, "--out", tmp_path / f"{seq_length}.pack")
+        assert ran.code == 0, ran.err
+        return open_rows(
+            Data(train=[prefix], seq_length=seq_length, overlong=asked, loss="all"),
+            [tmp_path / f"{seq_length}.pack"],
+            1,
+        )
+
+    if done == asked:
+        assert len(opened(127))
+    else:
+        with pytest.raises(RefusedError, match=f"with overlong {'cut' if done == 'packed' else done}, not {asked}"):
+            opened(127)
+    assert len(opened(100_000)), "no document is that long"
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_packed_cuts_long_documents_whatever_is_asked(prefix, train, tmp_path, overlong):
+    words = ["pack", prefix, "--seq-length", 127, "--algorithm", "packed", "--out", tmp_path / "plan"]
+    ran = train(*words, "--overlong", overlong)
+    assert (ran.code, f"overlong {overlong} has no effect with packed" in ran.err) == (2, True)
+    assert not (tmp_path / "plan").exists()
+    assert "longer than 128 tokens" in train(*words, "--overlong", "error").err
+    assert "cut over several rows" in train(*words).err
+    with pytest.raises(UsageError, match="has no effect with packed"):
+        open_rows(Data(train=[prefix], seq_length=127, packing="packed", overlong=overlong, loss="all"), [prefix], 1)
 
 
 def test_splits_are_kept_apart(prefix):

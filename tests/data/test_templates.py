@@ -286,3 +286,20 @@ def test_what_a_template_leaves_out_or_cuts_is_counted(train, tmp_path, turns, a
     assert counts.get("altered_documents", 0) == altered
     ran = train("lint", tmp_path / "c.jsonl", *options)
     assert ("leaves out or changes a message" in ran.out) == bool(altered)
+
+
+@pytest.mark.parametrize("kind", ["bos", "eos"])
+def test_work_with_another_token_for_the_template_is_not_gone_on_with(train, tmp_path, kind):
+    """The names of bos and eos are not in tokenizer.json, and the template writes them."""
+    folder = byte_level(tmp_path / "t", [*TOKENS["chatml"], "<|begin|>"], "<|end|>")
+    (tmp_path / "named.jinja").write_text(f"{{{{- {kind}_token -}}}}{load_template('chatml')}")
+    turns = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns}) + "\n{]\n")
+    words = ["tokenize", "--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--chat-template",
+             tmp_path / "named.jinja", "--output-prefix", tmp_path / "P", "--workers", 1]  # fmt: skip
+    assert "1 of 2 records are malformed" in train(*words, "--strict").err  # what is tokenized stays
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {f"{kind}_token": "<|im_end|>"}))
+    refused = train(*words, "--max-drop-rate", 0.5)
+    assert refused.code == 7, refused.err
+    assert "unfinished work of another command" in refused.err

@@ -284,11 +284,39 @@ def test_other_work_in_the_same_place_is_refused(train, tmp_path):
     corpus(tmp_path / "in.jsonl", 20)
     staging = tmp_path / "P_text_document.partial"
     staging.mkdir()
+    (staging / "notes.txt").write_text("the user's own")
+    for options in ([], ["--force"]):
+        refused = train(*words_of(tmp_path, "P", *options))
+        assert (refused.code, f"{staging} is needed for the work and holds something else" in refused.err) == (7, True)
+    (staging / "notes.txt").rename(staging / "lock")
     note = {"fingerprint": "x", "ranges": 1, "lengths": {"bin": 0, "sizes": 0, "mask": 0}, "lines": 0}
     (staging / "done.json").write_text(json.dumps(note | {"counts": {}, "examples": {}}))
     refused = train(*words_of(tmp_path, "P"))
     assert refused.code == 7
     assert "unfinished work of another command" in refused.err
+    assert train(*words_of(tmp_path, "P", "--force")).code == 0
+
+
+def _other_bytes(path, monkeypatch):
+    """As `cp -p` of another file leaves them: of the same size and time."""
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"diena", b"dienu"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def _other_version(path, monkeypatch):
+    monkeypatch.setattr("train.data.tokens.workers.version", lambda name: "0.0.1")
+
+
+@pytest.mark.parametrize("change", [_other_bytes, _other_version])
+def test_work_on_another_input_or_by_another_version_is_not_gone_on_with(train, tmp_path, monkeypatch, change):
+    corpus(tmp_path / "in.jsonl", 20)
+    assert train(*words_of(tmp_path, "P", "--strict")).code == 5  # what is tokenized stays
+    change(tmp_path / "in.jsonl", monkeypatch)
+    refused = train(*words_of(tmp_path, "P"))
+    assert refused.code == 7
+    assert "unfinished work of another command (or the input has changed since)" in refused.err
     assert train(*words_of(tmp_path, "P", "--force")).code == 0
 
 

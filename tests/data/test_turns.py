@@ -14,7 +14,7 @@ import pytest
 from converters.assets.chat_template import load_template
 from tests.data.test_templates import TOKENS as SHIPPED
 from tests.data.test_templates import byte_level, dialogues
-from train.data.tokens.encode import REPLY
+from train.data.tokens.encode import LAST_REPLY, REPLY
 from train.data.tokens.records import Malformed, Record, reader
 from train.data.tokens.template_encoder import LOST, SPLIT, TemplateEncoder, check_template
 from train.data.tokens.tokenizers import Fast
@@ -168,6 +168,33 @@ def test_prompts_tell_replies_as_blocks_do(tmp_path, name):
         expected, encoded = marked([record]), bare([record])
         assert encoded.ids.tolist() == expected.ids.tolist()
         assert encoded.mask.tolist() == expected.mask.tolist()
+
+
+THOUGHTS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{% if m.reasoning_content %}"
+    "{% generation %}<think>{{ m.reasoning_content }}</think>{% endgeneration %}\n{% endif %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("first", [{}, {"reasoning_content": "easy"}])
+@pytest.mark.parametrize("last", [{}, {"reasoning_content": "hard"}])
+def test_every_block_of_the_last_reply_is_of_the_last_turn(tmp_path, first, last):
+    vocabulary = Fast(byte_level(tmp_path / "t", SHIPPED["chatml"], "<|end|>") / "tokenizer.json")
+    check_template(vocabulary, THOUGHTS)
+    record = reader("conversations", (), template=THOUGHTS)(
+        {"messages": [user("one"), reply("ONE", **first), user("two"), reply("TWO", **last)]}
+    )
+    encoded = TemplateEncoder(vocabulary, THOUGHTS, None)([record])
+
+    def trained(bit):
+        return vocabulary.decode([number for number, bits in zip(encoded.ids, encoded.mask, strict=True) if bits & bit])
+
+    thoughts = [f"<think>{turn['reasoning_content']}</think>" if turn else "" for turn in (first, last)]
+    assert trained(REPLY) == f"{thoughts[0]}ONE<|im_end|>{thoughts[1]}TWO<|im_end|>"
+    assert trained(LAST_REPLY) == f"{thoughts[1]}TWO<|im_end|>"
 
 
 def test_variables_of_a_record_reach_its_template(tmp_path):

@@ -14,6 +14,7 @@ from train.settings.batching import Order, Sizes, batch_sizes, make_order, passe
 from train.settings.config import Batch, Config, Data, Steps
 from train.settings.config_file import load_config
 from train.settings.schedule import SHAPES, check_schedule, learning_rate
+from train.start.run_folder import write_config
 
 NEOX = """
 "train_data_paths": ["/data/P_text_document"]
@@ -43,6 +44,14 @@ NEOX = """
 def write(tmp_path, text):
     (tmp_path / "c.yml").write_text(text)
     return tmp_path / "c.yml"
+
+
+def test_what_a_plan_decides_is_not_written_as_if_it_were_given(tmp_path):
+    """`train eval RUN` reads it: a plan of k_bin would be refused there, because of a bfd that nobody asked for."""
+    text = "model: {path: m}\ndata: {train: [P], seq_length: 8}\nbatch: {size: 1}\noptim: {lr: 1}\nsave: {path: r}"
+    write_config(load_config(write(tmp_path, text))[0], tmp_path)
+    data = load_config(tmp_path / "config.yml")[0].data
+    assert (data.seq_length, data.packing, data.overlong) == (8, None, None)
 
 
 def test_the_users_file_is_understood(tmp_path):

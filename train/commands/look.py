@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,13 +78,11 @@ def _job(options: Mapping[str, Any]) -> Job | None:
     if not options["tokenizer"]:
         return None
     unasked = dict.fromkeys(("tokenizer_type", "eod", "append_eod", "control_tokens", "ftfy", "date"))
+    readable: list[Path] = []
     for path in options["files"]:
-        try:
-            parts = ranges([path])
-        except SourceError:
-            continue  # the linter reports it
-        return make_job({**options, **unasked}, parts)
-    return None
+        with suppress(SourceError):  # the linter reports it
+            readable += ranges([path]).files
+    return make_job({**options, **unasked}, ranges(readable)) if readable else None
 
 
 def _report(findings: Findings) -> None:

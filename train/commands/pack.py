@@ -29,9 +29,7 @@ from formats.errors import UsageError, short
 @click.option(
     "--overlong",
     type=click.Choice(["drop", "error", "truncate"]),
-    default="drop",
-    show_default=True,
-    help="How documents longer than a row are treated.",
+    help="How documents longer than a row are treated.  [default: drop; packed cuts them over rows]",
 )
 @click.option(
     "--split",
@@ -81,10 +79,8 @@ def pack(prefix: Path, **options: Any) -> None:
     click.echo(f"# Packed {counts['packed']} documents into {counts['rows']} documents")
     splits = ", ".join(f"{name} {stop - begin}" for name, (begin, stop) in plan.splits.items())
     click.echo(f"{counts['tokens']} tokens fill {100 * counts['fill']:.3f} % of rows of {plan.capacity}: {splits}")
-    if counts["overlong"]:
-        what = "cut to a row" if options["overlong"] == "truncate" else "left out"
-        if options["algorithm"] == "packed":
-            what = "cut over several rows"
+    if plan.overlong:
+        what = {"drop": "left out", "truncate": "cut to a row", "cut": "cut over several rows"}[plan.overlong]
         long = f"{counts['overlong']} documents with {counts['overlong_tokens']} tokens"
         click.echo(f"{long} are longer than a row: {what}", err=True)
     if counts["empty"]:

@@ -171,6 +171,7 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
         eod_token=token,
         template=template,
         date=date,
+        named=dict(vocabulary.named) if template is not None and isinstance(vocabulary, Fast) else {},
         ftfy=_ftfy() if options["ftfy"] else None,
         auto=options["form"] == "auto",
     )

@@ -234,16 +234,26 @@ def _opened(data: Data, path: Path, seed: int, split: str) -> tuple[Documents, P
     if not is_plan(path):
         documents = open_documents(path, None, data.control_tokens)
         return documents, make_plan(
-            documents.indexed, algorithm=data.packing, seq_length=data.seq_length, seed=seed, overlong=data.overlong
+            documents.indexed,
+            algorithm=data.packing or "bfd",
+            seq_length=data.seq_length,
+            seed=seed,
+            overlong=data.overlong,
         )
     plan = open_plan(path)
     for name, expected, actual in (
         ("seq_length", data.seq_length, plan.capacity - 1),
-        ("packing", data.packing if "packing" in data.model_fields_set else plan.algorithm, plan.algorithm),
+        ("packing", data.packing or plan.algorithm, plan.algorithm),
     ):
         if expected != actual:
             hint = f"--data.{name} {actual}, or pack again"
             raise RefusedError(f"{path} has rows of {name} {actual}, not {expected}", hint)
+    if data.overlong and plan.overlong and data.overlong != plan.overlong:
+        raise RefusedError(
+            f"{path} has {plan.counts['overlong']} documents longer than a row with overlong {plan.overlong}, not "
+            f"{data.overlong}",
+            f"leave data.overlong out, or pack again: train pack --overlong {data.overlong}",
+        )
     documents = open_documents(plan.prefix, None, data.control_tokens)
     return documents, plan.part(split, documents.indexed.sizes)
 

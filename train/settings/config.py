@@ -124,11 +124,12 @@ class Data(_Part):
         default_factory=list, description="Passes over each set of data.train, instead of steps.epochs."
     )
     seq_length: Count = Field(description="Number of input tokens in a row.")
-    packing: Literal["bfd", "k_bin", "overflow", "packed"] = Field(
-        "bfd", description="How documents are packed into rows; see train pack."
+    packing: Literal["bfd", "k_bin", "overflow", "packed"] | None = Field(
+        None, description="How documents are packed into rows; see train pack.  [default: bfd, or that of a plan]"
     )
-    overlong: Literal["drop", "error", "truncate"] = Field(
-        "drop", description="What is done with documents longer than a row."
+    overlong: Literal["drop", "error", "truncate"] | None = Field(
+        None,
+        description="What is done with documents longer than a row.  [default: drop; packed cuts over rows]",
     )
     loss: Literal["assistant", "last_turn", "all"] = Field(
         "assistant", description="Labels that are trained: of assistant turns, of the last one, or all."

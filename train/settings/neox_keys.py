@@ -409,8 +409,8 @@ def _cool_down(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
 
 def _rows(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
     """The settings of how documents longer than a row are treated, and how many rows are evaluated."""
-    if get(tree, "data.packing") == "overflow" and neox.get("allow_chopped", True):
-        yield "data.overlong", "truncate", "allow_chopped"
+    if get(tree, "data.packing") == "overflow":
+        yield "data.overlong", "truncate" if neox.get("allow_chopped", True) else "drop", "allow_chopped"
     if get(tree, "data.validation"):
         every = neox.get("eval_interval")
         yield ("evaluate.every", *((EVAL_INTERVAL, "no eval_interval") if every is None else (every, "eval_interval")))

@@ -26,7 +26,6 @@ from train.data.fetch.sources import Source
 from train.data.fetch.tables import Row
 from train.data.tokens.records import REASONS, Malformed, Record, reader
 from train.data.tokens.shapes import MARKER
-from train.data.tokens.turn_flags import FLAGS
 
 OUR_REASONS: Mapping[str, str] = {
     "filter": "the conditions of the recipe do not hold",
@@ -167,7 +166,7 @@ def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
 
     def make(record: Mapping[str, Any]) -> Made:
         value, turns = shape(record)
-        read_back = judge(value)
+        read_back = judge(value if turns is None or "text" in value else {"conversations": turns.messages})
         if turns is not None and (list(read_back.roles), list(read_back.contents)) != (turns.roles, turns.contents):
             raise Malformed("marker")  # the text would read back as other turns
         prompt = (
@@ -229,13 +228,14 @@ def _has_system_prompt(fields: tuple[str, ...], record: Mapping[str, Any]) -> bo
 
 
 def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The turns of a field: role, content, and the flags that specify whether a turn is trained."""
+    """The turns of a field: role, content, and all other keys, which `train tokenize` heeds or refuses."""
     if value is None:
         raise Malformed("field")
     speaker, content = keys
     if isinstance(value, dict) and isinstance(value.get(speaker), list) and isinstance(value.get(content), list):
-        columns = {name: value[name] for name in (*keys, *FLAGS) if isinstance(value.get(name), list)}
-        if len(set(map(len, columns.values()))) > 1:  # `datasets` turns a Sequence of dicts into a dict of lists
+        columns = {name: column for name, column in value.items() if column is not None}
+        sizes = {len(column) if isinstance(column, list) else -1 for column in columns.values()}
+        if len(sizes) > 1:  # `datasets` turns a Sequence of dicts into a dict of lists
             raise Malformed("type")
         value = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
@@ -251,8 +251,10 @@ def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[
             raise Malformed("type")
         if who not in roles:
             raise Malformed("role")
-        flags = {name: turn[name] for name in FLAGS if turn.get(name) is not None and name not in keys}
-        records.append({"role": roles[who], "content": text, **flags})
+        others = {name: item for name, item in turn.items() if name not in keys and item is not None}
+        if not others.keys().isdisjoint(("role", "content")):
+            raise Malformed("unknown")
+        records.append({"role": roles[who], "content": text, **others})
     return records
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from converters.common.hub_names import one_line
 from formats.errors import NetworkError, SourceError, UnsupportedError, UsageError, VitruvianError, short
 from train.data.fetch.recipe import Recipe, expanded, nearest
-from train.data.fetch.tables import Row, files_of, parquet_rows, require, rows
+from train.data.fetch.tables import Row, arrow_row, files_of, parquet_rows, require, rows
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -157,7 +157,7 @@ def _streamed(builder: DatasetBuilder, split: str, name: str, fields: tuple[str,
 
     with explained(name):
         if not isinstance(builder, Parquet):
-            yield from builder.as_streaming_dataset(split=split)
+            yield from map(arrow_row, builder.as_streaming_dataset(split=split))
             return
         for address in builder.config.data_files[split]:
             with xopen(address, "rb") as file:  # reconnects if the connection is lost
@@ -176,7 +176,7 @@ def _saved(recipe: Recipe, folder: Path) -> tuple[Part, ...]:
     parts: list[Part] = []
     for split in _wanted(recipe, list(sets), str(folder)):
         require(recipe.fields, sets[split].column_names, f"{split} of {folder}")
-        parts.append((f"{split} of {folder}", partial(iter, sets[split].select_columns(list(recipe.fields)))))
+        parts.append((f"{split} of {folder}", partial(map, arrow_row, sets[split].select_columns(list(recipe.fields)))))
     return tuple(parts)
 
 

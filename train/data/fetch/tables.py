@@ -17,7 +17,8 @@ from typing import IO, Any
 
 from formats.errors import SourceError, UsageError, short
 from train.data.fetch.recipe import SUFFIXES, Recipe, expanded, nearest
-from train.data.tokens.input_ranges import unreadable
+from train.data.tokens.input_ranges import json_reader, key_twice, present
+from train.data.tokens.records import Malformed
 
 Row = Mapping[str, Any] | str
 """A record, or the reason why the row has none: a key of `REASONS` in records or of `OUR_REASONS` in fetch."""
@@ -134,28 +135,28 @@ def _json(path: Path) -> Iterator[Row]:
     import orjson
 
     with _opened(path) as file:
-        try:
-            content = orjson.loads(file.read().removeprefix(BOM))
-        except orjson.JSONDecodeError as error:
-            raise SourceError(f"{path} is not JSON: {error}") from None
+        text = file.read().removeprefix(BOM)
+    try:
+        content = orjson.loads(text)
+        twice = key_twice(text, content)
+    except (orjson.JSONDecodeError, RecursionError) as error:  # orjson allows deeper nesting
+        raise SourceError(f"{path} is not JSON: {error}") from None
+    if twice is not None:
+        raise SourceError(f"{path} has an object with the key {short(twice)} twice", "keep one of them")
     for value in content:
         yield value if isinstance(value, dict) else "object"
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    import orjson
-
+    read = json_reader()
     with _opened(path) as file:
         for line in _bounded(file):
             if line is None:
                 yield "long"
             elif line.strip():
-                try:
-                    value = orjson.loads(line)
-                except orjson.JSONDecodeError:
-                    yield unreadable(line)
-                else:
-                    yield value if isinstance(value, dict) else "object"
+                value = read(line)
+                fault = value.reason if isinstance(value, Malformed) else "object"
+                yield value if isinstance(value, dict) else fault
 
 
 def _bounded(file: IO[bytes]) -> Iterator[bytes | None]:
@@ -174,6 +175,11 @@ def _parquet(path: Path, fields: Sequence[str]) -> Iterator[Row]:
         raise UsageError(f"{path} has to be unpacked first", f"gunzip {path}")
     with path.open("rb") as file:
         yield from parquet_rows(file, fields, str(path))
+
+
+def arrow_row(row: Mapping[str, Any]) -> Row:
+    """A row of Arrow, whose structs have every key in every row, without those that are null."""
+    return {name: present(value) for name, value in row.items()}
 
 
 def parquet_rows(file: IO[bytes], fields: Sequence[str], place: str) -> Iterator[Row]:
@@ -198,6 +204,6 @@ def parquet_rows(file: IO[bytes], fields: Sequence[str], place: str) -> Iterator
         with ParquetFile(file, pre_buffer=False) as parquet:
             require(fields, parquet.schema_arrow.names, place)
             for batch in parquet.iter_batches(BATCH, columns=list(fields), use_threads=False):
-                yield from batch.to_pylist()
+                yield from map(arrow_row, batch.to_pylist())
     except pa.ArrowException as error:
         raise SourceError(f"{place} is damaged or not a Parquet file: {str(error).splitlines()[0][:200]}") from None

@@ -81,6 +81,13 @@ class Plan:
     def __len__(self) -> int:
         return len(self.rows) - 1
 
+    @property
+    def overlong(self) -> str | None:
+        """What became of documents longer than a row: drop, truncate, or cut over rows; None if there are none."""
+        if not self.counts["overlong"]:
+            return None
+        return "cut" if self.algorithm == "packed" else "drop" if self.pieces is None else "truncate"
+
     def row(self, number: int, sizes: NDArray[Any]) -> list[tuple[int, int, int]]:
         """The pieces of a row: document, first token in that document, and number of tokens.
 
@@ -148,7 +155,7 @@ def make_plan(
     algorithm: str,
     seq_length: int,
     seed: int,
-    overlong: str = "drop",
+    overlong: str | None = None,
     split: Sequence[float] = (1.0,),
 ) -> Plan:
     """Pack the documents of token files into rows.
@@ -158,7 +165,8 @@ def make_plan(
         algorithm: a key of `ALGORITHMS`.
         seq_length: number of input tokens of a row; the row has one more token, the last label.
         seed: seed of the packing algorithm.
-        overlong: how documents longer than a row are treated: drop, error or truncate.
+        overlong: how documents longer than a row are treated: drop, error or truncate. None drops them; `packed`,
+            which cuts them over several rows, takes none but error.
         split: shares of train, validation and test, which are consecutive documents.
 
     Raises:
@@ -173,6 +181,12 @@ def make_plan(
             "k_bin packs all documents whatever the split, so validation data would be trained",
             "pack with bfd, or tokenize validation data into a file of its own",
         )
+    cut = algorithm == "packed"
+    if cut and overlong in ("drop", "truncate"):
+        raise UsageError(
+            f"overlong {overlong} has no effect with packed, which cuts long documents over several rows",
+            "remove it, or pack with bfd",
+        )
     long, empty = sizes > capacity, sizes == 0
     if overlong == "error" and long.any():
         first = int(np.argmax(long))
@@ -181,7 +195,6 @@ def make_plan(
             f"with {int(sizes[first])}",
             "--overlong drop leaves them out, --overlong truncate cuts them",
         )
-    cut = algorithm == "packed"
     usable = ~empty if cut or overlong == "truncate" else ~(empty | long)
     fitting = sizes if cut else np.minimum(sizes, capacity)
     parts: list[Rows] = []

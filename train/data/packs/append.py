@@ -92,7 +92,7 @@ def plan_append(path: Path, eod: int, mode: str) -> Work:
         raise RefusedError(
             f"{eod} is not a token of {bin_path(indexed.prefix)} ({indexed.dtype}): they run from 0 to {most}"
         )
-    files.require_mask(indexed)
+    files.check_beside(indexed)
     follow = chunks(marks[1:]) if marks is not None else ()
     if marks is not None and any((part == marks[low : low + len(part)]).any() for low, part in follow):
         raise SourceError(f"{idx_path(indexed.prefix)} has documents without a sequence")

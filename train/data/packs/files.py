@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.common.atomic import named, sync_path, synced, write_file
+from converters.common.atomic import claimed, clear, discard, named, sync_path, synced, write_file
 from converters.common.progress import size
 from formats.disk.safetensors import write_from
 from formats.disk.threads import Threads
-from formats.errors import Interrupted, OutputError, SourceError
+from formats.errors import Interrupted, OutputError, RefusedError, SourceError
+from train.data.tokens.documents import other_bin
 from train.data.tokens.indexed import Column, Indexed, bin_path, chunks, idx_path
 from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
 
@@ -30,6 +31,8 @@ STEP = 64 << 20
 """Number of bytes that the kernel copies at a time; signals are handled between two copies."""
 BUFFER = 4 << 20
 """Number of bytes that pass through memory at a time, where the kernel does not copy."""
+MARK = "packs.lock"
+"""Name of the file that tells a staging folder of these commands from others, such as those of `train tokenize`."""
 NOT_HERE = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
 """Errors of `copy_file_range` where that call is not supported: across file systems, old kernels, containers."""
 
@@ -118,28 +121,36 @@ def members(prefix: Path) -> tuple[Path, ...]:
     return bin_path(prefix), mask_path(prefix), facts_path(prefix), idx_path(prefix)
 
 
+def staging_of(prefix: Path) -> Path:
+    """The folder in which the files of a prefix are written; a process that was killed leaves it."""
+    return prefix.with_name(prefix.name + ".partial")
+
+
 @contextmanager
 def fresh(prefix: Path) -> Iterator[Path]:
     """Yield a prefix in a staging folder; its files are renamed to those of `prefix` when all of them are on disk.
 
-    An error leaves no files; a `kill -9` leaves the folder `PREFIX.partial`, which the next attempt deletes.
+    An error leaves no files; a `kill -9` leaves the folder `PREFIX.partial`, which the next attempt clears.
+
+    Raises:
+        OutputError: another process writes the files, or `PREFIX.partial` holds something else.
     """
-    staging = prefix.with_name(prefix.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        with named(prefix):
-            yield staging / prefix.name
-            sync_path(staging)
-            idx_path(prefix).unlink(missing_ok=True)
-            for staged, place in zip(members(staging / prefix.name), members(prefix), strict=True):
-                if staged.exists():
-                    staged.replace(place)
-                else:
-                    place.unlink(missing_ok=True)
-            sync_path(prefix.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    staging = staging_of(prefix)
+    with claimed(staging, MARK):
+        clear(staging, MARK)
+        try:
+            with named(prefix):
+                yield staging / prefix.name
+                sync_path(staging)
+                idx_path(prefix).unlink(missing_ok=True)
+                for staged, place in zip(members(staging / prefix.name), members(prefix), strict=True):
+                    if staged.exists():
+                        staged.replace(place)
+                    else:
+                        place.unlink(missing_ok=True)
+                sync_path(prefix.parent)
+        finally:
+            discard(staging, MARK)
 
 
 def write_facts(prefix: Path, facts: Facts | None) -> None:
@@ -185,8 +196,19 @@ class Joined:
         return np.concatenate(pieces)
 
 
-def require_mask(indexed: Indexed) -> None:
-    """Refuse token files with a loss mask of another length. Raises SourceError."""
+def check_beside(indexed: Indexed) -> None:
+    """Check what is beside token files that are cut, merged or appended to.
+
+    Raises:
+        SourceError: their loss mask has another length.
+        RefusedError: they are role bins, of which one would be changed without the other.
+    """
+    other = other_bin(indexed.prefix)
+    if other is not None:
+        raise RefusedError(
+            f"{indexed.prefix} and {other.name} are role bins, tokens and the role of each: data packs have no roles",
+            "name each P-text in data.train, or make one of all inputs: train role-bins --input FILE,FILE",
+        )
     mask = mask_path(indexed.prefix)
     if mask.exists() and mask.stat().st_size != indexed.total:
         raise SourceError(f"{mask} has {mask.stat().st_size:,} bytes for {indexed.total:,} tokens")

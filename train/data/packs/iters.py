@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from formats.errors import SourceError
+from train.data.tokens.documents import ROLE, other_bin
 from train.data.tokens.indexed import bin_path, open_indexed
 
 COPY = "eod_"
@@ -70,12 +71,16 @@ def count(root: Path) -> list[Count]:
 
 
 def _finished(paths: Iterable[Path]) -> list[Path]:
-    """The prefixes of token files, sorted. Raises SourceError if one of them is still being written."""
+    """The prefixes of token files, sorted, without those that have the roles of the tokens of others.
+
+    Raises:
+        SourceError: one of them is still being written.
+    """
     prefixes = sorted(path.with_name(path.name[:-4]) for path in paths)
     unfinished = next((path for path in prefixes if path.parent.name.endswith(".partial")), None)
     if unfinished is not None:
         raise SourceError(f"{unfinished.parent} is not finished", "run the command that writes it again")
-    return prefixes
+    return [prefix for prefix in prefixes if not (prefix.name.endswith(ROLE) and other_bin(prefix))]
 
 
 def _merged(tokens: Mapping[Path, int]) -> dict[Path, Path]:

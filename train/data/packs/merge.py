@@ -87,6 +87,8 @@ def plan_merge(folder: Path) -> Merge:
     names = parts_of(folder)
     notes = list(_check_slices(folder, names))
     parts = tuple(open_indexed(folder / f"{name}.bin") for name in names)
+    for part in parts:
+        files.check_beside(part)
     check_alike(parts)
     every = [files.marks_of(part) for part in parts]
     documents = tuple(len(part) if marks is None else len(marks) - 1 for part, marks in zip(parts, every, strict=True))
@@ -95,8 +97,6 @@ def plan_merge(folder: Path) -> Merge:
         notes.append(
             f"{len(forgot)} indexes do not list all documents, each sequence is taken as one: {', '.join(forgot)}"
         )
-    for part in parts:
-        files.require_mask(part)
     facts = common_facts(
         [part.prefix for part in parts], {"documents": sum(documents), "tokens": sum(part.total for part in parts)}
     )

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import RefusedError, SourceError, UsageError, VitruvianError
-from train.data.packs.files import marks_of, require_mask
+from train.data.packs.files import check_beside, marks_of
 from train.data.packs.inputs import State
 from train.data.packs.phases import Pack, Pool
 from train.data.tokens.indexed import Indexed, bin_path, open_indexed, prefix_of
@@ -180,7 +180,7 @@ def _open(needed: Mapping[str, int], state: Mapping[str, State]) -> dict[str, So
 
 def _source(name: str, state: State) -> Source:
     indexed = open_indexed(Path(state.datapath))
-    require_mask(indexed)
+    check_beside(indexed)
     source = Source(name, indexed, marks_of(indexed), state.idxs[-1], mask_path(indexed.prefix).exists())
     if source.begin > source.documents:
         raise SourceError(

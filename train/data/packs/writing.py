@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from blake3 import blake3
 
 from converters.common.atomic import lock, named, stoppable, write_file
 from converters.common.progress import Progress
 from formats.errors import OutputError, VitruvianError, short
+from train.data.packing.pack_plan import hashes
 from train.data.packs import files
 from train.data.packs.files import Advance, Joined, Stop
 from train.data.packs.inputs import State, dump, state_text
 from train.data.packs.phases import Schedule
 from train.data.packs.slices import Plan, Slice, Source
 from train.data.tokens.indexed import bin_path, chunks, idx_path, open_indexed, write_index
-from train.data.tokens.sidecar import Facts, mask_path, read_facts
+from train.data.tokens.sidecar import Facts, facts_path, mask_path, read_facts
 
 RECORD = "packs.json"
 DIFFERENCES = {
@@ -113,6 +113,8 @@ def marks_in(part: Slice) -> Joined | None:
 def is_whole(part: Slice, out: Path) -> bool:
     """Whether a slice is complete on disk: its file sizes, the lengths in its index, and its sidecar are right."""
     prefix = prefix_in(part, out)
+    if files.staging_of(prefix).exists():  # of a process that was killed; it would keep the pack from being merged
+        return False
     try:
         written = open_indexed(prefix, tokens=False)
         same = written.dtype == part.source.indexed.dtype and len(written) == part.sequences[1] - part.sequences[0]
@@ -138,7 +140,7 @@ def make_record(plan: Plan, schedule: Schedule) -> dict[str, Any]:
         slices = {part.source.name: _slice_record(part) for part in plan.of(pack)}
         packs.append({"name": pack.name, "tokens": pack.tokens, "train_iters": pack.steps(schedule), "slices": slices})
     inputs = {name: _input_record(source) for name, source in plan.sources.items()}
-    return {"version": 1, "arguments": asdict(schedule), "inputs": inputs, "packs": packs}
+    return {"version": 2, "arguments": asdict(schedule), "inputs": inputs, "packs": packs}
 
 
 def _slice_record(part: Slice) -> dict[str, Any]:
@@ -147,12 +149,13 @@ def _slice_record(part: Slice) -> dict[str, Any]:
 
 def _input_record(source: Source) -> dict[str, Any]:
     prefix = source.indexed.prefix
-    about = bin_path(prefix).stat()
+    read = {"bin": bin_path(prefix), "mask": mask_path(prefix), "json": facts_path(prefix)}
     return {
-        "datapath": str(bin_path(prefix).absolute()), "bytes": about.st_size, "mtime_ns": about.st_mtime_ns,
-        "idx": blake3().update_mmap(idx_path(prefix)).hexdigest(), "first_document": source.begin,
-        "masked": source.masked,
-    }  # fmt: skip
+        "datapath": str(bin_path(prefix).absolute()),
+        "mtime_ns": {kind: path.stat().st_mtime_ns for kind, path in read.items() if path.exists()},
+        "blake3": hashes(prefix),
+        "first_document": source.begin,
+    }
 
 
 def read_record(out: Path) -> dict[str, Any] | None:

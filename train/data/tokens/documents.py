@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import RefusedError, SourceError, UsageError
-from train.data.tokens.indexed import AGAIN, Indexed, chunks, open_indexed, prefix_of
+from train.data.tokens.indexed import AGAIN, Indexed, chunks, idx_path, open_indexed, prefix_of
 from train.data.tokens.loss_masks import ASSISTANT, Mask, label_mask
 from train.data.tokens.sidecar import Facts, mask_path, read_facts
 from train.data.tokens.tokenizers import Vocabulary, control_ids, made_with
 
 MASK_MOST = 3
 """The largest byte of a mask: both bits, `encode.REPLY` and `encode.LAST_REPLY`."""
+TEXT, ROLE = "-text", "-role"
+"""Ends of the names of role bins."""
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,19 @@ def _check_control(indexed: Indexed, control_tokens: Mapping[str, int]) -> None:
         )
 
 
+def other_bin(prefix: Path) -> Path | None:
+    """The prefix of the other one of role bins: P-role of P-text, and the reverse; None if there is none."""
+    for own, other in ((TEXT, ROLE), (ROLE, TEXT)):
+        place = prefix.with_name(prefix.name.removesuffix(own) + other)
+        if prefix.name.endswith(own) and idx_path(place).is_file():
+            return place
+    return None
+
+
 def _roles(indexed: Indexed) -> Indexed | None:
     """The role file of Megatron-LLM beside `P-text`, None if there is none."""
-    name = indexed.prefix.name
-    if not name.endswith("-text"):
-        return None
-    other = indexed.prefix.with_name(name.removesuffix("-text") + "-role")
-    if not other.with_name(other.name + ".idx").is_file():
+    other = other_bin(indexed.prefix) if indexed.prefix.name.endswith(TEXT) else None
+    if other is None:
         return None
     roles = open_indexed(other)
     if not np.array_equal(roles.sizes, indexed.sizes):

@@ -243,45 +243,50 @@ def _rows(part: Range, columns: Iterable[str]) -> list[dict[str, Any]]:
     except (ArrowException, OSError, ValueError, OverflowError) as error:
         reason = short(" ".join(str(error).split()), 200)
         raise SourceError(f"{part.path} is damaged in row group {part.begin}: {reason}") from None
-    return [{name: _present(value) for name, value in row.items()} for row in rows]
+    return [{name: present(value) for name, value in row.items()} for row in rows]
 
 
-def _present(value: Any) -> Any:
+def present(value: Any) -> Any:
     """A cell without the keys whose value is null: a column of structs has every key in every row."""
     match value:
         case dict():
-            return {name: _present(inner) for name, inner in value.items() if inner is not None}
+            return {name: present(inner) for name, inner in value.items() if inner is not None}
         case list():
-            return [_present(inner) for inner in value]
+            return [present(inner) for inner in value]
     return value
 
 
-def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
+def json_reader() -> Callable[[bytes], Any]:
+    """A function that reads a line of JSON: Malformed if the line is invalid, null, or has a key twice."""
     from orjson import JSONDecodeError, loads
 
-    def value(line: bytes) -> Any:
+    def read(line: bytes) -> Any:
         try:
             content = loads(line)
         except JSONDecodeError:
-            return Malformed(unreadable(line))
+            return Malformed(_unreadable(line))
         if content is None:  # None means a blank line
             return Malformed("object")
         try:
-            twice = _key_twice(line, content)
+            twice = key_twice(line, content)
         except RecursionError:  # orjson allows deeper nesting
             return Malformed("json")
         return content if twice is None else Malformed("key", repr(twice))
 
+    return read
+
+
+def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
     def text(line: bytes) -> Any:
         try:
             return {key: line.rstrip(b"\r").decode()}
         except UnicodeDecodeError:
             return Malformed("json")
 
-    return value if kind == "json" else text
+    return json_reader() if kind == "json" else text
 
 
-def unreadable(line: bytes) -> str:
+def _unreadable(line: bytes) -> str:
     """Why orjson cannot read a line: `number` if it is JSON except for a number out of range, else `json`."""
     beyond: list[str] = []
 
@@ -297,13 +302,13 @@ def unreadable(line: bytes) -> str:
     return "number" if beyond else "json"
 
 
-def _key_twice(line: bytes, content: Any) -> str | None:
-    """A key that is given twice in an object of a line, None if there is none; orjson silently takes the last value.
+def key_twice(text: bytes, content: Any) -> str | None:
+    """A key that is given twice in an object of some JSON, None if there is none; orjson silently takes the last value.
 
     A fast check counts the keys in the text first: quotation marks in strings follow a backslash, those of keys do not,
     unless a key ends in a backslash.
     """
-    if len(KEY.findall(line)) == _keys(content) and b'\\\\"' not in line:
+    if len(KEY.findall(text)) == _keys(content) and b'\\\\"' not in text:
         return None
     seen: list[str] = []
 
@@ -312,7 +317,7 @@ def _key_twice(line: bytes, content: Any) -> str | None:
         seen.extend(name for name, number in counted.items() if number > 1)
         return dict(items)
 
-    json.loads(line, object_pairs_hook=pairs, parse_int=str)
+    json.loads(text, object_pairs_hook=pairs, parse_int=str)
     return seen[0] if seen else None
 
 

@@ -135,7 +135,7 @@ class TemplateEncoder:
         hidden = self._hidden(record)
         text, spans = self._render(hidden)
         if self.marks:
-            documents = [(text, _marked(hidden.record, text, spans), end_bits(record))]
+            documents = [(text, self._marked(hidden, text, spans), end_bits(record))]
         else:
             documents = list(self._proved(hidden, text))
         encoded: list[Document] = []
@@ -190,6 +190,34 @@ class TemplateEncoder:
                 offsets += [(position + low, position + high) for low, high in encoding.offsets]
             position += len(part)
         return ids, np.array(offsets).reshape(-1, 2)
+
+    def _marked(self, hidden: _Hidden, text: str, spans: Sequence[tuple[int, int]]) -> list[Span]:
+        """The generation blocks of a rendered text, each with the mask bits of its tokens.
+
+        A reply may have several, such as one for its reasoning: those behind the prompt for the last reply are of it.
+
+        Args:
+            hidden: the record.
+            text: the rendered template.
+            spans: character ranges of generation blocks.
+
+        Raises:
+            Malformed: a reply is excluded from the training, and blocks do not match replies one to one; or the
+                dialogue does not begin with the prompt for its last reply, and blocks are more or fewer than replies.
+        """
+        record, bits = hidden.record, reply_bits(hidden.record)
+        if record.left_out:
+            contents = [record.contents[number].strip() for number in bits]
+            if len(spans) != len(contents) or any(
+                reply not in text[slice(*span)] for reply, span in zip(contents, spans, strict=True)
+            ):
+                raise Malformed("blocks")
+        if len(spans) == len(bits):
+            return list(zip(spans, bits.values(), strict=True))
+        prompt = self._render(hidden, max(bits), asking=True)[0]
+        if not text.startswith(prompt):
+            raise Malformed("prompt")
+        return [(span, REPLY | LAST_REPLY if span[1] > len(prompt) else REPLY) for span in spans]
 
     def _proved(self, hidden: _Hidden, text: str) -> Iterator[tuple[str, list[Span], int]]:
         """Documents of a dialogue, each with its replies, for templates that do not mark them.
@@ -324,28 +352,6 @@ def _unused(text: str, number: int) -> str:
         if chr(point) not in text:
             return chr(point)
     raise Malformed("literal")
-
-
-def _marked(record: Record, text: str, spans: Sequence[tuple[int, int]]) -> list[Span]:
-    """The generation blocks of a rendered text, each with the mask bits of its tokens.
-
-    Args:
-        record: the record.
-        text: the rendered template.
-        spans: character ranges of generation blocks.
-
-    Raises:
-        Malformed: a reply is excluded from the training, and blocks do not match replies one to one.
-    """
-    if not record.left_out:
-        return [(span, REPLY | (LAST_REPLY if number == len(spans) else 0)) for number, span in enumerate(spans, 1)]
-    replies = reply_bits(record)
-    replies_text = [record.contents[number].strip() for number in replies]
-    if len(spans) != len(replies_text) or any(
-        reply not in text[slice(*span)] for reply, span in zip(replies_text, spans, strict=True)
-    ):
-        raise Malformed("blocks")
-    return list(zip(spans, replies.values(), strict=True))
 
 
 def _masked(offsets: NDArray[Any], marked: Sequence[Span]) -> NDArray[np.uint8]:

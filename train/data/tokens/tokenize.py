@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from converters.common.atomic import lock, named, stoppable, sync_path, write_file
+from converters.common.atomic import claimed, discard, named, stoppable, sync_path, write_file
 from converters.common.progress import Progress
+from converters.move.sampled import samples_of
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
 from train.data.tokens.indexed import best_dtype, bin_path, idx_path, write_index
 from train.data.tokens.input_ranges import Ranges
@@ -38,6 +39,8 @@ STREAMS = ("bin", "sizes", "mask")
 """The staged streams: tokens, int32 sizes of documents, and the loss mask (or the roles of role bins)."""
 PARTS = "parts-"
 """Prefix of the folder for workers' files: each run has a new folder, because a worker may outlive a killed run."""
+MARK = "lock"
+"""Name of the file that tells the staging folder from others."""
 EVERY = 5.0
 """Seconds between two records of the progress."""
 AHEAD = 4
@@ -85,12 +88,17 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the work, for resuming: inputs with sizes and times, the tokenizer's content, all settings."""
-        stats = [
-            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns, number)
-            for path, number in self.parts.files.items()
+        """Identity of the work, for resuming: inputs with sizes, times and samples, the tokenizer, settings, versions.
+
+        Every change of a file sets its ctime, and no program can set it back, as it can the mtime (`cp -p`).
+        """
+        files = self.parts.files
+        inputs = [
+            (str(path.resolve()), about.st_size, about.st_mtime_ns, about.st_ctime_ns, sample, number)
+            for (path, number), sample in zip(files.items(), samples_of(list(files)), strict=True)
+            for about in [path.stat()]
         ]
-        facts = [stats, self.job.identity]
+        facts = [inputs, self.job.identity]
         return blake3(json.dumps(facts).encode()).hexdigest()
 
 
@@ -149,18 +157,14 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
     half = staging.is_dir() and not any(path.suffix == ".idx" for path in existing)  # killed while it published
     if existing and not (request.force or half):
         raise OutputError(f"{existing[0]} exists", "choose another --output-prefix, or replace it with --force")
-    staging.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        handle = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        stack.callback(os.close, handle)
-        lock(handle, staging)
+    with claimed(staging, MARK), ExitStack() as stack:
         stack.enter_context(named(staging))
         done = _resumed(request)
         stopped = stack.enter_context(stoppable())
         done = _append_all(request, done, stopped)
         _require_clear(request, done)
         if request.fingerprint != done.fingerprint:
-            shutil.rmtree(staging)
+            discard(staging, MARK)
             raise SourceError("an input file changed while it was read", "run again when nothing writes to it")
         _judge(request, done)
         yield done, stopped
@@ -285,7 +289,7 @@ def _require_clear(request: Request, done: Done) -> None:
     """
     grave = _grave(done)
     if grave is not None:
-        shutil.rmtree(request.staging)
+        discard(request.staging, MARK)
         raise RefusedError(
             f"{done.examples[grave][0]}: {REASONS[grave]}",
             HINTS.get(grave, HINT),
@@ -309,7 +313,7 @@ def _judge(request: Request, done: Done) -> None:
     shown = f", most of them because of {REASONS[worst]} ({done.examples[worst][0]})" if worst else ""
     hint = f"train lint names each of them; what is tokenized stays in {request.staging.name} for the same input"
     if not documents:
-        shutil.rmtree(request.staging)
+        discard(request.staging, MARK)
         hint = "train lint names each of them; --format sets the format of the records"
         raise SourceError(f"none of {count} records became a document{shown}", hint if count else "")
     if count and request.strict:
@@ -376,7 +380,7 @@ def _hashed(path: Path) -> str:
 
 
 def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path] = ()) -> None:
-    """Publish files of the staging folder, and remove it.
+    """Publish files of the staging folder, and discard it.
 
     Args:
         staging: the staging folder.
@@ -389,4 +393,4 @@ def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path
     for name, path in finals.items():
         (staging / name).rename(path)
     sync_path(next(iter(finals.values())).parent)
-    shutil.rmtree(staging)
+    discard(staging, MARK)

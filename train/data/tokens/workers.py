@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,6 +42,8 @@ EXAMPLES = 5
 """Maximum number of dropped records of a batch that are reported with their lines."""
 
 
+MADE_BY = ("vitruvian", "tokenizers", "sentencepiece", "jinja2")
+"""Packages whose versions determine the tokens of a text."""
 UNTRAINED = "untrained_replies"
 """Key of the counts: number of replies that their records exclude from the training."""
 Dropped = tuple[int, str, str]
@@ -63,6 +66,7 @@ class Job:
         eod_token: name of that token.
         template: the text of a chat template, None for control tokens.
         date: the date that the template takes for today, as YYYY-MM-DD; None if it does not ask.
+        named: the tokens that the template may write as `bos_token` and `eos_token`, by kind.
         special: id by name of the special tokens of role bins, None for other files.
         ftfy: the version of ftfy that repairs texts, None without it.
         auto: whether the format was detected from the first records, not given.
@@ -79,6 +83,7 @@ class Job:
     eod_token: str | None = None
     template: str | None = None
     date: str | None = None
+    named: dict[str, str] = field(default_factory=dict)
     special: dict[str, int] | None = None
     ftfy: str | None = None
     auto: bool = False
@@ -92,8 +97,9 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings of the job, for comparison: everything but the path of the tokenizer's file."""
-        return asdict(self) | {"tokenizer": "", "masked": self.masked}
+        """What determines the tokens, for comparison: settings but the path of the tokenizer's file, and versions."""
+        versions = {name: version(name) for name in MADE_BY}
+        return asdict(self) | {"tokenizer": "", "masked": self.masked, "versions": versions}
 
     @property
     def masked(self) -> bool:

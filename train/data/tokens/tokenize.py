@@ -90,11 +90,11 @@ class Request:
     def fingerprint(self) -> str:
         """Identity of the work, for resuming: inputs with sizes, times and samples, the tokenizer, settings, versions.
 
-        Every change of a file sets its ctime, and no program can set it back, as it can the mtime (`cp -p`).
+        The samples tell a file from another one of its size and time (`cp -p`).
         """
         files = self.parts.files
         inputs = [
-            (str(path.resolve()), about.st_size, about.st_mtime_ns, about.st_ctime_ns, sample, number)
+            (str(path.resolve()), about.st_size, about.st_mtime_ns, sample, number)
             for (path, number), sample in zip(files.items(), samples_of(list(files)), strict=True)
             for about in [path.stat()]
         ]

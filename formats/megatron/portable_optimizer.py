@@ -124,7 +124,8 @@ def native(
         "wd_incr_steps": 0, "wd_incr_style": "constant",
     }  # fmt: skip
     notes = [
-        "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not converted"
+        *optimizer.notes,
+        "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not converted",
     ]
     if rates is None:
         notes.append("Megatron-LM 0.19 resumes only from what was written with --lr and --min-lr of its training")

@@ -303,12 +303,14 @@ class Optimizer:
         step: the number of updates made; None where the source does not record it, as a Lion need not count.
         groups: the parameter group of each logical tensor (name, layer).
         samples: the number of samples trained on; None where the source does not record it.
+        notes: messages for the user.
     """
 
     states: Mapping[str, Checkpoint]
     step: int | None
     groups: Mapping[tuple[str, int | None], AnyGroup]
     samples: int | None = None
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def dtypes(self) -> dict[str, Mapping[tuple[str, int | None], str]]:

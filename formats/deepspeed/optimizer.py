@@ -23,13 +23,16 @@ from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition
 from formats.deepspeed.steps import COUNTER
 from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.model.accepted import COUPLED
 from formats.optimizer import (
     CARRIED,
+    DECOUPLED,
     MOMENTS,
     MOMENTUM,
     NAMES,
     STATES,
     AnyGroup,
+    Group,
     Optimizer,
     group_of,
     required_states,
@@ -71,10 +74,12 @@ def read(source: Checkpoint) -> Optimizer:
     else:
         training = zero.trained(source.home, settings.accept)
         states, model, partitions = zero.states_of(source, training), training.model, training.partitions
+    coupled = COUPLED not in settings.accept and _is_coupled(model)
     if partitions:
-        step, owners = step_of(partitions, model), _owners(partitions)
+        step, owners = step_of(partitions, model), _owners(partitions, coupled=coupled)
     else:
-        step, owners = _universal(source.home, model_files.shapes_in(model, source.home), model.get("module") or ())
+        shapes = model_files.shapes_in(model, source.home)
+        step, owners = _universal(source.home, shapes, model.get("module") or (), coupled=coupled)
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
         states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
@@ -139,10 +144,19 @@ def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
     return steps.pop() if steps else 0.0
 
 
-def _owners(partitions: Iterable[Partition]) -> Owners:
+def _is_coupled(model: Mapping[str, Any]) -> bool:
+    """Whether the configuration of the training asks for an Adam with its weight decay in the gradients.
+
+    The type AdamW has none (deepspeed 0.19.8 runtime/engine.py `_configure_basic_optimizer`).
+    """
+    kind, params = muon.optimizer_config(model)
+    return kind != "adamw" and params.get(COUPLED) in (False, 0)
+
+
+def _owners(partitions: Iterable[Partition], *, coupled: bool) -> Owners:
     owners = {}
     for partition in partitions:
-        groups = _by_number(partition.path, partition.settings, partition.kept)
+        groups = _by_number(partition.path, partition.settings, partition.kept, coupled=coupled)
         try:
             owners[partition.path] = sorted(
                 (flat.fragment.offset, groups[number])
@@ -157,10 +171,13 @@ def _owners(partitions: Iterable[Partition]) -> Owners:
     return owners
 
 
-def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collection[str]) -> tuple[float, Owners]:
+def _universal(
+    tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collection[str], *, coupled: bool
+) -> tuple[float, Owners]:
     """Return the step of a universal checkpoint and the settings of its parameters.
 
-    `shapes` maps the parameters of each flat group to their shapes, `module` has the names in the module.
+    `shapes` maps the parameters of each flat group to their shapes, `module` has the names in the module, `coupled` is
+    that of `_by_number`.
 
     Raises:
         SourceError: model file and checkpoint have different parameters, or a group or a step is missing.
@@ -180,19 +197,23 @@ def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collectio
     for number, group in enumerate(shapes):
         for name in group:
             folder = tag / "zero" / name
-            groups = _by_number(folder, settings, (path.stem for path in folder.iterdir()))
+            groups = _by_number(folder, settings, (path.stem for path in folder.iterdir()), coupled=coupled)
             if number not in groups:
                 raise SourceError(f"{tag}: no group of its optimizer holds the parameters of group {number}")
             owners[folder / "exp_avg.pt"] = [(0, groups[number])]
     return next(iter(made.first), 0.0), owners
 
 
-def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], state_names: Iterable[str]) -> dict[int, AnyGroup]:
+def _by_number(
+    path: Path, settings: Sequence[Mapping[str, Any]], state_names: Iterable[str], *, coupled: bool
+) -> dict[int, AnyGroup]:
     """Return the settings of each flat group, by its number.
+
+    `coupled` tells whether the weight decay of an Adam whose groups do not say it is in the gradients.
 
     Raises:
         SourceError: a parameter group is in an unknown form.
-        UnsupportedError: the optimizer is neither Adam nor Lion nor Muon.
+        UnsupportedError: the optimizer is neither Adam nor Lion nor Muon, or has its weight decay in the gradients.
     """
     zero_partitions.require_known(path, state_names)
     by_number: dict[int, AnyGroup] = {}
@@ -200,7 +221,15 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], state_names: I
         members = group.get("params")
         if not isinstance(members, list) or not all(type(member) is int for member in members):
             raise SourceError(f"{path} holds a parameter group in an unknown form")
-        by_number |= dict.fromkeys(members, group_of(group, str(path)))
+        of_group = group_of(group, str(path))
+        unsaid = isinstance(of_group, Group) and group.keys().isdisjoint(DECOUPLED)
+        if coupled and unsaid and of_group.weight_decay:
+            raise UnsupportedError(
+                f"{path}: its ds_config says {COUPLED} = False, by which a weight decay of {of_group.weight_decay:g} "
+                "is in the gradients, and not AdamW's",
+                f"--accept {COUPLED} for a training that made an AdamW itself, which does not heed the ds_config",
+            )
+        by_number |= dict.fromkeys(members, of_group)
     return by_number
 
 

@@ -35,6 +35,7 @@ from formats.layout.tensors import UNTRAINED
 from formats.model.spec import Verbatim
 from formats.optimizer import (
     CARRIED,
+    DECOUPLED,
     MOMENTS,
     MOMENTUM,
     NAMES,
@@ -215,7 +216,8 @@ def read(source: Checkpoint) -> Optimizer:
     keys = {key: item for items in by_kind.values() for key, item in items.items()}
     groups: dict[tuple[str, int | None], AnyGroup] = {}
     model = {unwrapped(name) for item in source.tensors for name in item.slot.keys}
-    for key, group in _groups(optimizer, keys, model, _implied_settings(source)).items():
+    settings = _settings(optimizer)
+    for key, group in _groups(optimizer, settings, keys, model, _implied_settings(source)).items():
         slot = keys[key].slot
         if key not in by_kind.get(type(group), {}):
             (kept,) = (MOMENTS[kind] for kind, items in by_kind.items() if key in items)
@@ -235,7 +237,8 @@ def read(source: Checkpoint) -> Optimizer:
         )
     states = {state: states[state] for state in CARRIED if state in states}
     counted = [key for kind, items in by_kind.items() if kind is not Muon for key in items]
-    return Optimizer(states, _step(optimizer, counted, needed=Group in by_kind), groups)
+    step = _step(optimizer, counted, needed=Group in by_kind)
+    return Optimizer(states, step, groups, notes=tuple(_notes(settings.values())))
 
 
 states = states_by(read)
@@ -332,20 +335,8 @@ def _implied_settings(source: Checkpoint) -> Mapping[str, Any]:
     return {"amsgrad": False} if own and olmo_core.makes_steps_of_adamw(own) else {}
 
 
-def _groups(
-    optimizer: OptimizerEntries, keys: Mapping[str, Placed], model: Collection[str], unsaid: Mapping[str, Any]
-) -> dict[str, AnyGroup]:
-    """The group of each parameter, by its key, in the order of the groups; empty where no settings are saved.
-
-    Args:
-        optimizer: the optimizer.
-        keys: the parameters with moments, by key.
-        model: all keys of the model.
-        unsaid: settings that hold for all groups and that no group has.
-
-    Raises:
-        SourceError: a parameter is in no group or in two, or a group has a parameter that the model lacks.
-    """
+def _settings(optimizer: OptimizerEntries) -> dict[str, dict[str, Any]]:
+    """The settings of each parameter group, by its number or the key of its only parameter."""
     listing, prefix = optimizer.listing, optimizer.container + fsdp.GROUPS
     numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]
     tensors = zip(numbers, map(small_of, listing.load(numbers)), strict=True)
@@ -358,6 +349,43 @@ def _groups(
             }
         elif parts := re.fullmatch(r"(.+)\.(\w+)", name.removeprefix(f"{prefix}.")):
             settings.setdefault(parts[1], {})[parts[2]] = value
+    return settings
+
+
+def _notes(settings: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Note that groups of torch's Adam or AdamW do not say which of them it is, and have weight decay.
+
+    Groups of both have the same settings up to torch 2.6; 2.7 made AdamW an Adam with `decoupled_weight_decay`.
+    """
+    for group in settings:
+        if "amsgrad" in group and group.get("weight_decay") and group.keys().isdisjoint(DECOUPLED):
+            yield (
+                "the settings of its optimizer are those of Adam and of AdamW, which torch tells apart since 2.7: its "
+                "weight decay is taken for AdamW's"
+            )
+            return
+
+
+def _groups(
+    optimizer: OptimizerEntries,
+    settings: Mapping[str, Mapping[str, Any]],
+    keys: Mapping[str, Placed],
+    model: Collection[str],
+    unsaid: Mapping[str, Any],
+) -> dict[str, AnyGroup]:
+    """The group of each parameter, by its key, in the order of the groups; empty where no settings are saved.
+
+    Args:
+        optimizer: the optimizer.
+        settings: the settings of each group (`_settings`).
+        keys: the parameters with moments, by key.
+        model: all keys of the model.
+        unsaid: settings that hold for all groups and that no group has.
+
+    Raises:
+        SourceError: a parameter is in no group or in two, or a group has a parameter that the model lacks.
+    """
+    listing = optimizer.listing
     order = {key: number for number, key in enumerate(keys)}
     groups: dict[str, AnyGroup] = {}
     for name in sorted(

@@ -19,7 +19,7 @@ from formats.layout.pieces import place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, Place, Slot
 from formats.layout.tensors import BUFFERS
-from formats.megatron import bucketed_optimizer, common_state, fsdp_dtensor_optimizer, muon, torch_dist
+from formats.megatron import bucketed_optimizer, common_state, fsdp_dtensor_optimizer, muon, torch_dist, weight_decay
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR
 from formats.megatron.chained_optimizer import (
     CHAINED,
@@ -48,6 +48,8 @@ from formats.torch_files.unpickle import DAMAGE
 HEAD = ("opt_param_scheduler", "lr_scheduler", "num_floating_point_operations_so_far")
 """Entries beside the optimizer that are the same on all ranks, and are carried over with it."""
 HALF = ("BF16", "F16")
+REMAINDER = "I16"
+"""The element type in which Transformer Engine's Adam keeps what BF16 weights lack of their FP32 master weights."""
 NAMES = {name: dtype for dtype, name in reversed([*TYPES.items()])}
 """torch's name of each element type."""
 Chunks = Mapping[Place, Mapping[str, Fragment]]
@@ -83,9 +85,15 @@ def read(source: Checkpoint) -> Optimizer:
     if "optimizer" not in source.state or released:
         what = "is a release, of which Megatron loads" if released else "holds"
         raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
-    if args.get("apply_wd_to_qk_layernorm"):
-        raise UnsupportedError(f"{source.home}: weight decay of query and key norms (apply_wd_to_qk_layernorm)")
+    weight_decay.require_by_shape(source)
     optimizer = READERS[details.dialect](source)
+    for item in optimizer.states["fp32"].tensors if "fp32" in optimizer.states else ():
+        if item.fragment.dtype == REMAINDER:
+            raise UnsupportedError(
+                f"{item.fragment.path} holds the FP32 master weights of {item.key} as {REMAINDER}, their lower halves "
+                "(store_param_remainders of --use-precision-aware-optimizer), which are not read",
+                "convert the weights without --with-optimizer",
+            )
     for group in optimizer.groups:
         require_states(group, str(source.home))
     require_numbers(optimizer, str(source.home))

@@ -19,7 +19,7 @@ from typing import Any
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, UsageError
 from formats.layout.tensors import BUFFERS
-from formats.megatron import muon
+from formats.megatron import muon, weight_decay
 from formats.megatron.chained_optimizer import decays
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import OTHERS
@@ -64,7 +64,8 @@ def read(source: Checkpoint) -> Optimizer:
     native = optimizer_reader.read(source)
     try:
         where, matrices = str(source.home), native.states.get(MOMENTUM)
-        groups = {bool(group["wd_mult"]): group_of(group, where) for group in native.groups}
+        implied = weight_decay.implied_settings(source)
+        groups = {bool(group["wd_mult"]): group_of({**implied, **group}, where) for group in native.groups}
         muons = {name for item in (matrices.tensors if matrices else ()) for name in item.slot.rule.pattern.tensors}
         of_muon = muon.of_torch(native.muon, source.details_of(Megatron).args, where) if native.muon else None
         step = int(native.step.number) if native.step is not None else int(native.groups[0]["step"])
@@ -123,7 +124,8 @@ def native(
         "wd_incr_steps": 0, "wd_incr_style": "constant",
     }  # fmt: skip
     notes = [
-        "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not converted"
+        *optimizer.notes,
+        "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not converted",
     ]
     if rates is None:
         notes.append("Megatron-LM 0.19 resumes only from what was written with --lr and --min-lr of its training")

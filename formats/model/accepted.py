@@ -9,6 +9,7 @@ from formats.errors import RefusedError
 
 STEPS = "global_steps"
 LAST_STEP = "last_train_step"
+COUPLED = "adam_w_mode"
 NORMS = "rounded_norms"
 EXPERT_BIAS = "expert_bias_E"
 FUSION = "bias_gelu_fusion"
@@ -21,6 +22,7 @@ LINEAR, LLAMA3, YARN, LATENT = "rotary_seq_len_interpolation_factor", "rope_scal
 FIRST, SECOND, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"
 KNOWN: Mapping[str, str] = {
     STEPS: "DeepSpeed: an optimizer that has made other steps than the model file counts",
+    COUPLED: "DeepSpeed: an adam_w_mode of false in the settings of an optimizer that the training made itself",
     LAST_STEP: "nanotron: an optimizer that has made other steps than its metadata counts",
     NORMS: "norms of linear attention that are rounded when 1 is subtracted",
     EXPERT_BIAS: "torchtitan: a bias of routers that transformers has no place for, which is left out",

@@ -226,6 +226,22 @@ def test_an_optimizer_is_whole_or_refused(trained, convert, tmp_path, what):
     assert convert("hf2fsdp", folder, tmp_path / "out", "--config", source, "-q").code == 0, "the weights alone"
 
 
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize(("settings", "noted"), [({}, True), ({"weight_decay": 0.0}, False)])
+def test_adam_and_adamw_of_older_torch_are_not_told_apart(trained, convert, tmp_path, settings, noted, flattened):
+    """Up to torch 2.6 no group has `decoupled_weight_decay`."""
+    source, saved = trained
+    for number, (said, due) in enumerate(((True, False), (False, noted))):
+        for group in saved["optim"]["param_groups"]:
+            group.update(settings)
+            if not said:
+                del group["decoupled_weight_decay"]
+        kept = {"model": saved["model"], "optimizer": flat(copy.deepcopy(saved))} if flattened else saved
+        checkpoint = save(tmp_path / f"c{number}", kept)
+        ran = convert("hf2megatron", checkpoint, tmp_path / "out", "--with-optimizer", "--config", source, "-n")
+        assert (ran.code, "its weight decay is taken for AdamW's" in ran.out) == (0, due), ran.err
+
+
 def test_optimizers_are_told_by_what_they_keep():
     """Of each that torch and transformers have the states are those by which it is named, and Adam is none of them."""
     import torch

@@ -256,6 +256,57 @@ def test_what_is_not_adam_or_damaged_is_refused(made, tmp_path, fault):
         optimizer(tmp_path / "run", config=made(ALONE) / "hf")
 
 
+def with_config(run: Path, kind: str, *, said: bool = False, **params: object) -> None:
+    """Another optimizer in the `ds_config` of each file, and groups that need not say whose weight decay theirs is."""
+    import torch
+
+    for path in run.rglob("*_states.pt"):
+        stored = torch.load(path, weights_only=False)
+        stored["ds_config"] = {**stored["ds_config"], "optimizer": {"type": kind, "params": params}}
+        for group in inner(stored)["param_groups"] if "optimizer_state_dict" in stored and not said else ():
+            del group["decoupled_weight_decay"]
+        torch.save(stored, path)
+
+
+IN_GRADIENTS = r"adam_w_mode = False, by which a weight decay of 0\.1 is in the gradients"
+
+
+@pytest.mark.parametrize("universal", [False, True])
+def test_weight_decay_that_the_configuration_puts_into_the_gradients(made, convert, tmp_path, universal):
+    """`adam_w_mode` of DeepSpeed's own Adam, which no group of it has; torch's groups say it themselves."""
+    import shutil
+
+    for kind, params, said in (
+        ("Adam", {"adam_w_mode": False}, False),
+        ("Adam", {"adam_w_mode": False}, True),
+        ("AdamW", {"adam_w_mode": False}, False),
+        ("Adam", {"adam_w_mode": True}, False),
+        ("Adam", {}, False),
+    ):
+        run = tmp_path / f"{kind}{params}{said}"
+        shutil.copytree(made(ALONE) / "zero1", run)
+        with_config(run, kind, said=said, **params)
+        if universal:
+            assert convert("zero2universal", run, run / "universal").code == 0
+            run /= "universal"
+        options = {"config": made(ALONE) / "hf"}
+        if (kind, params, said) == ("Adam", {"adam_w_mode": False}, False):
+            with pytest.raises(UnsupportedError, match=IN_GRADIENTS) as refusal:
+                optimizer(run, **options)
+            assert "--accept adam_w_mode" in str(refusal.value.hint)
+            options["accept"] = ("adam_w_mode",)
+        assert {*optimizer(run, **options).groups.values()} == {DECAY, NONE}
+
+
+def test_weight_decay_in_the_gradients_of_gpt_neox(tmp_path):
+    import shutil
+
+    run = Path(shutil.copytree(NEOX / "llama-gqa-tp2", tmp_path / "run"))
+    with_config(run, "Adam", adam_w_mode=False)
+    with pytest.raises(UnsupportedError, match=IN_GRADIENTS):
+        optimizer(run, gqa_layout="blocked", vocab_size=101)
+
+
 def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
     """Exit codes and names."""
     import shutil

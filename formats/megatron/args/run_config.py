@@ -151,6 +151,22 @@ def names_class(path: Path) -> bool:
     return isinstance(fields, dict) and TARGET in fields
 
 
+def optimizer_options(path: Path) -> dict[str, Any]:
+    """The options of the training's optimizer in the file, by name; those of its schedule among them.
+
+    Raises:
+        SourceError: the file is too large, or no YAML.
+    """
+    options: dict[str, Any] = {}
+    document = _parsed(path)
+    for keys in (("optimizer",), ("scheduler",)) if path.name == BRIDGE else (("optim",), ("optim", "config")):
+        section = document
+        for key in keys:
+            section = section.get(key) if isinstance(section, dict) else None
+        options |= section if isinstance(section, dict) else {}
+    return options
+
+
 def _parsed(path: Path) -> Any:
     if path.stat().st_size > MOST_YAML:
         raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")

@@ -75,7 +75,8 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
     weights = replace(source if masters is None else as_weights(masters, source), dropped=(), state=())
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments, trainer=trainer)
-    notes = [UNTAKEN, *_regrouped(optimizer, plan.target, isinstance(source.details, Megatron), False)]
+    regrouped = _regrouped(optimizer, plan.target, isinstance(source.details, Megatron), False)
+    notes = [*optimizer.notes, UNTAKEN, *regrouped]
     if masters:
         notes.append("FSDP trains the weights themselves: they are written from the FP32 master weights")
     if isinstance(source.details, Megatron):
@@ -193,6 +194,7 @@ def plan_nanotron_run(source: Checkpoint, request: Request, vocab_multiple: int,
     plan = plan_nanotron(replace(weights, dropped=(), state=()), request, vocab_multiple, optimizer, topology)
     sums = "true" if MASTERS in states else "false"
     notes = [
+        *stored.notes,
         UNTAKEN,
         f"nanotron resumes at tp {topology.tp}, pp {topology.pp} with accumulate_grad_in_fp32: {sums} and "
         "zero_stage: 0; its schedule begins anew, at the rate of each parameter in the checkpoint",
@@ -232,7 +234,7 @@ def plan_mds_run(
     counted = saved.get(mds_optimizer.SAMPLES, stored.samples) if samples is None else samples
     progress = {name: value for name, value in saved.items() if samples is None or name not in mds_optimizer.OF_FILE}
     progress |= {} if counted is None else {mds_optimizer.SAMPLES: counted}
-    notes = portable_optimizer.decayed_vectors(vectors)
+    notes = [*stored.notes, *portable_optimizer.decayed_vectors(vectors)]
     if mds_optimizer.SCHEDULER not in progress:
         notes.append("the schedule of the training is that of its command line, at the samples that it has seen")
     if counted is None:

@@ -238,8 +238,10 @@ def test_adam_and_adamw_of_older_torch_are_not_told_apart(trained, convert, tmp_
                 del group["decoupled_weight_decay"]
         kept = {"model": saved["model"], "optimizer": flat(copy.deepcopy(saved))} if flattened else saved
         checkpoint = save(tmp_path / f"c{number}", kept)
-        ran = convert("hf2megatron", checkpoint, tmp_path / "out", "--with-optimizer", "--config", source, "-n")
-        assert (ran.code, "its weight decay is taken for AdamW's" in ran.out) == (0, due), ran.err
+        options = ("--with-optimizer", "--config", source, "-n")
+        for command, *more in (["hf2megatron"], ["hf2fsdp"], ["hf2nanotron"], ["hf2mds", "--qkv", "grouped"]):
+            ran = convert(command, checkpoint, tmp_path / "out", *options, *more)
+            assert (ran.code, ran.out.count("its weight decay is taken for AdamW's")) == (0, due), ran.err
 
 
 def test_optimizers_are_told_by_what_they_keep():

@@ -265,7 +265,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     changed = changed_files(checkpoint.home)
     notes = [UNCOMPARED_FILES] if changed is None else []
     if beside := _beside(checkpoint):
-        notes.append(f"{some(beside, 5)} of {out}: read with the model, and not in {MANIFEST}")
+        notes.append(f"{some(beside, 5)} of {out}: not in {MANIFEST}, and programs may take it for a part of the model")
     states = remembered_states(checkpoint.home)
     read = partial(_resumed, out, effects, share) if share or has_journal(out) else None
     verified = _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects, read)

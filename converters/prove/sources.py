@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -124,13 +123,12 @@ def unrecorded_assets(home: Path) -> list[str]:
     """The files that are read with a model beside those that a folder's manifest records, and that it does not."""
     recorded = [name for name in recorded_files(home) if is_read_with_model(PurePath(name).name)]
     folders = {home / PurePath(name).parent for name in recorded if name[:3] != "../" or ASSETS in PurePath(name).parts}
-    known = {os.path.normpath(home / name) for name in recorded}
+    known = {home / name for name in recorded}
     return sorted(
         path.name
         for folder in folders
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_file() and is_read_with_model(path.name) and not refusal_reason(path)
-        if os.path.normpath(path) not in known
+        if path.is_file() and is_read_with_model(path.name) and not refusal_reason(path) and path not in known
     )
 
 

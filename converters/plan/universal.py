@@ -18,7 +18,7 @@ from converters.plan.request import Request
 from converters.plan.targets import require_vocab
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed import model_files, modules, universal, zero
+from formats.deepspeed import modules, universal, zero
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.neox.tables import slots_of
@@ -296,19 +296,21 @@ def _plain(path: Path, settings: Settings) -> States:
     run, tag = deepspeed.locate(path, settings.tag)
     states = zero.trained(tag, settings.accept)
     opened = {
-        state: _state(run, tag, tensors, states.module if state == "fp32" else {})
+        state: _state(run, tag, tensors, states.module if state == "fp32" else {}, states.ties)
         for state, tensors in states.states.items()
     }
     return States(opened, states.model, states.partitions)
 
 
-def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mapping[str, Fragment]) -> Checkpoint:
+def _state(
+    run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mapping[str, Fragment], ties: tuple[str, ...]
+) -> Checkpoint:
     """The checkpoint of one optimizer state, with the tensors of `module` as twins to compare it with."""
     spec = zero.unnamed_spec({name: tensor.shape for name, tensor in tensors.items()})
     placed, pieces, _ = match_pieces(untabled.slots(spec), tensors, (), tag)
     files = tuple(sorted(files_of(pieces)))
     twins = tuple(tensor._replace(fragment=module[tensor.key]) for tensor in placed if tensor.key in module)
-    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins, ties=model_files.TIES)
+    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins, ties=ties)
 
 
 def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:

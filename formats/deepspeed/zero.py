@@ -250,6 +250,7 @@ class Training(NamedTuple):
         model: the contents of the first model file.
         shapes: name and shape of the parameters of each flat group.
         partitions: the partition of each rank; empty for a universal checkpoint.
+        ties: what the files of one save have in common (`Checkpoint.ties`).
     """
 
     states: Mapping[str, Mapping[str, Scattered]]
@@ -257,6 +258,7 @@ class Training(NamedTuple):
     model: Mapping[str, Any]
     shapes: Sequence[Mapping[str, tuple[int, ...]]]
     partitions: Sequence[zero_partitions.Partition]
+    ties: tuple[str, ...] = model_files.TIES
 
 
 def trained(tag: Path, accept: Collection[str] = ()) -> Training:
@@ -269,7 +271,8 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     first = model_files.files_of_ranks(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
-    require_one_step(first, *_steps(tag, accept), accept)
+    counted, steps = _steps(tag, accept)
+    require_one_step(first, counted, steps, accept)
     shapes = model_files.param_shapes(first)
     if universal.is_universal(tag):
         module, skip = model_files.module(first), _copies(tag, first)
@@ -281,7 +284,8 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in partitions[0].groups}
     module = model_files.module(first)
     model_files.require_of_module(first, shapes, module)
-    module = {} if partitions[0].stage == 3 else module
+    if partitions[0].stage == 3:
+        return Training(states, {}, first.value, shapes, partitions, model_files.TIES if steps else ())
     return Training(states, module, first.value, shapes, partitions)
 
 

@@ -172,7 +172,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 LEFT_OUT = dict.fromkeys(("model.block.name", *(f"{norm}.name" for norm in NORMS)), "default")
 """The defaults of keys in `ONLY`: a block with its norms first, and norms that subtract the mean."""
 OF_A_RUN = {
-    CLASS, "dtype", "full_precision", "elementwise_affine", "backend", "use_flash", "dropout", "init_method",
+    CLASS, "dtype", "full_precision", "elementwise_affine", "backend", "use_flash", "init_method",
     "init_seed", "init_std", "embedding_init_std", "freeze_params", "loss_implementation", "use_recompute_qkv_prep",
     "mxfp8_projections", "mxfp8_qkv_projection", "mxfp8_out_projection", "mxfp8_save_qkv_for_backward", "compile",
     "dp_config", "tp_config", "ac_config", "float8_config",

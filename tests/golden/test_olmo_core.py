@@ -187,6 +187,8 @@ def test_what_transformers_assumes_counts_as_said(tmp_path):
         ({f"{MIXER}.rope.name": "complex"}, "rope.name = 'complex' is not supported"),
         ({f"{MIXER}.rope": None}, "attention without rotary embeddings"),
         ({f"{MIXER}.clip_qkv": 8.0}, "sequence_mixer.clip_qkv = 8.0 is not supported"),
+        ({f"{MIXER}.dropout": 0.1}, "sequence_mixer.dropout = 0.1 is not supported"),
+        ({"model.block.dropout": 0.1}, "model.block.dropout = 0.1 is not supported"),
         ({f"{MIXER}.qk_norm.eps": 1e-5}, "norm.eps = 1e-06 and model.block.sequence_mixer.qk_norm.eps = 1e-05"),
         ({"model.embed_scale": 4.0}, "model.embed_scale = 4.0 is not supported"),
         ({"model.block_overrides": [1]}, "model.block_overrides = [1] is not supported"),

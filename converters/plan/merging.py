@@ -162,13 +162,12 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     in_memory, on_hub = (
         {key: slot for slot in model_slots(base.spec, memory=memory) for key in slot.keys} for memory in (True, False)
     )
-    of_files = isinstance(base.spec, Verbatim) and base.config is not None
-    adapter = None if of_files and saved.config.get("target_parameters") else peft.parse(saved, [*in_memory])
-    if of_files and not (adapter and adapter.keys(in_memory) <= in_memory.keys()):
+    adapter = peft.parse(saved, [*in_memory])
+    of_parameters, unknown = saved.config.get("target_parameters"), adapter.keys(in_memory) - in_memory.keys()
+    if isinstance(base.spec, Verbatim) and base.config and (of_parameters or unknown):
         named = names.slots_by_name_in_memory(base, in_memory)
         in_memory = named or in_memory
         adapter = peft.parse(saved, [*in_memory], ordered=named is not None)
-    assert adapter is not None
     separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
     slots = on_hub if separate else in_memory
     peft.require_consumed(adapter, slots, base.root, only=base.settings.only)

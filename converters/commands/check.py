@@ -143,8 +143,8 @@ def _verify_alone(folder: Path, options: Mapping[str, Any], as_json: bool) -> No
     unopened = None if wrong else _unopened(folder, options)
     if as_json:
         of_hub = {"blobs": len(blobs), "changed": [*map(str, changed)]}
-        facts = {"equal": not (wrong or unchecked), **asdict(result), "mixed": mixed, "unopened": unopened, **of_hub}
-        facts |= {"unchecked": unchecked}
+        others = {"mixed": mixed, "unchecked": unchecked, "unopened": unopened}
+        facts = {"equal": not (wrong or unchecked), **asdict(result), **others, **of_hub}
         click.echo(json.dumps(facts, indent=1))
     if mixed:
         raise VerificationError(

@@ -91,13 +91,10 @@ def record_files(folder: Path, names: Iterable[str]) -> None:
     beside = folder.parent.glob(f"*/{MANIFEST}") if folder.name == ASSETS else folder.glob(f"*/{MANIFEST}")
     for path in [folder / MANIFEST] if (folder / MANIFEST).is_file() else beside:
         prefix = "" if path.parent == folder else f"../{ASSETS}/" if folder.name == ASSETS else "../"
-        if not any(name.startswith(prefix) for name in recorded_files(path.parent)):
+        recorded = recorded_files(path.parent)
+        if not any(name.startswith(prefix) for name in recorded):
             continue
-        kept = {
-            name: digest
-            for name, digest in recorded_files(path.parent).items()
-            if not is_read_with_model(PurePath(name).name)
-        }
+        kept = {name: digest for name, digest in recorded.items() if not is_read_with_model(PurePath(name).name)}
         digests = small_digests(path.parent, sorted(f"{prefix}{name}" for name in names))
         write_file(path, dumped({**read_json(path), "files": {**digests, **kept}}))
 

@@ -60,10 +60,17 @@ def alternating(spec: ModelSpec) -> list[str]:
     return [("sliding_attention", "full_attention")[layer % 2] for layer in range(spec.layers)]
 
 
+def theta_of_mixtures(spec: ModelSpec) -> float:
+    """The rotary base of the Qwen3 mixtures of torchtitan: 5e6 in that of 235B parameters, else 1e6."""
+    return 5e6 if spec.rope_theta == 5e6 else 1e6
+
+
 STOCK: Mapping[str, Mapping[str, Any]] = {
     "llama": {"norm_epsilon": 1e-5, "rope_theta": 5e5, "rope_scaling": LLAMA3},
     "qwen3": {"norm_epsilon": 1e-6, "rope_theta": 1e6, "rope_scaling": None},
-    "qwen3_moe": {"norm_epsilon": 1e-6, "rope_scaling": None, "router_normalized": True},
+    "qwen3_moe": {
+        "norm_epsilon": 1e-6, "rope_theta": theta_of_mixtures, "rope_scaling": None, "router_normalized": True,
+    },
     "gpt_oss": {
         "norm_epsilon": 1e-5, "rope_theta": 1.5e5, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
         "rope_scaling": {**YARN, "factor": 32.0, "truncate": False}, "layer_types": alternating,
@@ -75,7 +82,7 @@ STOCK: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None},
     "qwen3_5_moe_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None, "router_normalized": True},
 }  # fmt: skip
-"""Family: settings that are alike in all models of torchtitan 0.3.0 (`__init__.py` of models/*, of DeepSeek-V3 those
+"""Family: settings of all models of torchtitan 0.3.0 (`__init__.py` of models/*, of DeepSeek-V3 those
 with a sigmoid router; 1e-5 is the default of its RMSNorm, and a Llama has this scaling from v0.2.0 on, which a Llama
 3.2 has not). No checkpoint records them."""
 REMARKS = {

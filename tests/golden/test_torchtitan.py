@@ -117,6 +117,8 @@ STOCK = [
     ("llama_v022", {"rms_norm_eps": 1e-6}, [f"norm_epsilon = 1e-06: {OWN}1e-05"]),
     ("qwen3_v022", {}, []),
     ("qwen3_moe_v030", {"norm_topk_prob": False}, [f"router_normalized = False: {OWN}True"]),
+    ("qwen3_moe_v030", {"rope_parameters": PLAIN}, [f"rope_theta = 500.0: {OWN}1000000.0"]),
+    ("qwen3_moe_v030", {"rope_parameters": {**PLAIN, "rope_theta": 5e6}}, []),
     ("gpt_oss_v030", {}, [f"sliding_window = 4: {OWN}128"]),
     (
         "gpt_oss_v030",

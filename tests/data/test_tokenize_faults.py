@@ -72,25 +72,42 @@ def expected(tmp_path_factory):
     return outputs(tmp_path, "P")
 
 
+DYING = """
+import atexit, multiprocessing, os, signal, sys, threading
+number = 0
+def count(event, args):
+    global number
+    if event in ("open", "os.rename", "os.remove") and "P_text_document" in str(args[0]):
+        number += 1
+        if number == {limit}:
+            threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGKILL)).start()
+if multiprocessing.parent_process() is None:
+    sys.addaudithook(count)
+    atexit.register(lambda: print(number))
+"""
+"""The process is killed `delay` seconds after it has opened, renamed and removed `limit` files of its output."""
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment_and_run_again(tmp_path, expected):
     corpus(tmp_path / "in.jsonl")
+    whole = spawn(words_of(tmp_path, "P"), DYING.format(limit=0, delay=0))
+    out, err = whole.communicate(timeout=120)
+    assert (whole.returncode, outputs(tmp_path, "P")) == (0, expected), err
+    for path in tmp_path.glob("P_text_document*"):
+        path.unlink()
     chosen, killed = random.Random(5), 0
-    for _ in range(40):
-        ran = spawn(words_of(tmp_path, "P"))
-        try:
-            ran.wait(timeout=chosen.uniform(0.3, 1.2))
-            assert ran.returncode == 0, ran.stderr.read()
+    for _ in range(12):
+        dying = DYING.format(limit=chosen.randint(1, int(out.split()[-1]) // 4), delay=chosen.uniform(0, 0.01))
+        ran = spawn(words_of(tmp_path, "P"), dying)
+        _, err = ran.communicate(timeout=120)
+        assert ran.returncode in (-signal.SIGKILL, 0), err
+        killed += ran.returncode != 0
+        if (tmp_path / "P_text_document.idx").exists():
             break
-        except subprocess.TimeoutExpired:
-            ran.kill()
-            ran.wait()
-            killed += 1
-            if (tmp_path / "P_text_document.idx").exists():
-                break  # killed behind the last rename: it is whole
     else:
         assert spawn(words_of(tmp_path, "P")).wait(timeout=120) == 0
-    assert killed
+    assert killed > 1
     assert outputs(tmp_path, "P") == expected
 
 

@@ -47,6 +47,11 @@ def _state_width(m: ModelSpec) -> object:
     return m.own.get("mamba_d_ssm", expansion * m.hidden if type(expansion) in (int, float) else expansion)
 
 
+def _group(m: ModelSpec) -> int:
+    """Number of experts in a group of a router."""
+    return (m.experts or 0) // (m.router_groups or 1)
+
+
 # fmt: off
 CHECKS = (
     Check(SourceError, lambda m, _: m.layers > MOST_LAYERS, "{m.layers} layers are no model"),
@@ -86,6 +91,12 @@ CHECKS = (
           "{m.experts} experts do not divide into {m.router_groups} groups", "moe"),
     Check(SourceError, lambda m, _: (m.router_top_groups or 1) > (m.router_groups or 1),
           "{m.router_top_groups} of {m.router_groups} groups of experts make no router", "moe"),
+    Check(SourceError, lambda m, family: family.router == "sigmoid" and _group(m) < 2 <= (m.router_groups or 1),
+          "{m.experts} experts in {m.router_groups} groups are no router: a sigmoid's groups are ranked by two experts",
+          "moe"),
+    Check(SourceError, lambda m, _: (m.top_k or 0) > (m.router_top_groups or 1) * _group(m),
+          "a token's {m.top_k} experts are not in {m.router_top_groups} of {m.router_groups} groups of {m.experts}",
+          "moe"),
     Check(UnsupportedError, lambda m, _: m.kv_heads != m.heads or (m.rope_dim or 0) % 2,
           "{m.heads} heads in {m.kv_heads} groups, of which {m.rope_dim} elements rotate, are not supported with "
           "latents", "latent"),

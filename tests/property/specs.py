@@ -135,8 +135,13 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     free = (name for name in CHOICES if name in needed and name not in BOUNDED)
     values |= {name: draw(often[name] if name in often else OF_TYPE[TYPES[name]]) for name in free}
     if "router_top_groups" in keys:
-        most, ranked = values["router_groups"], values["top_k"] // (2 if family.router == "sigmoid" else 1)
-        values["router_top_groups"] = draw(st.sampled_from([*[max(1, min(most, ranked))] * 3, most, 1]))
+        least = 2 if family.router == "sigmoid" else 1  # experts that a group is ranked by
+        if values["experts"] < least * values["router_groups"]:
+            values["router_groups"] = 1
+        most, group = values["router_groups"], values["experts"] // values["router_groups"]
+        needed_groups = -(-values["top_k"] // group)
+        usual_groups = max(needed_groups, min(most, values["top_k"] // least))
+        values["router_top_groups"] = draw(st.sampled_from([*[usual_groups] * 3, most, needed_groups]))
     for name in LISTS:
         if name in keys:
             values[name] = draw(some_of(layers))

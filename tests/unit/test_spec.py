@@ -1007,6 +1007,22 @@ def test_groups_that_transformers_ranks_otherwise_are_refused():
             from_megatron(args | {"moe_router_topk": top_k}, {}, None, "args")
 
 
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"moe_router_num_groups": None}, "moe_router_group_topk = 2, and no moe_router_num_groups"),
+        ({"moe_router_num_groups": 8}, "8 experts in 8 groups are no router"),
+        ({"moe_router_group_topk": 1, "moe_router_topk": 2, "num_experts": 4}, "4 experts in 4 groups are no router"),
+        ({"moe_router_group_topk": 3, "moe_router_topk": 7}, "a token's 7 experts are not in 3 of 4 groups of 8"),
+    ],
+)
+def test_groups_that_hold_no_router_are_refused(changed, sentence):
+    """Megatron and transformers fail at the first token, or choose among experts that they have masked."""
+    args = to_megatron(from_huggingface(config("dots1-tied"), {}, "config.json"))
+    with pytest.raises(SourceError, match=sentence):
+        from_megatron(args | changed, {}, None, "args")
+
+
 @pytest.mark.parametrize("name", ["mixtral", "dots1-tied"])
 def test_one_group_of_experts_is_none(name):
     """Its one group is the best of one."""

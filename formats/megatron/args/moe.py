@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.errors import UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, short
 from formats.megatron.args.codecs import refusal
 from formats.megatron.mesh import Mesh
 from formats.model.codec import Codec, Context, Maker, single
@@ -64,6 +64,12 @@ def _ranked(top_k: Any, groups: Any, context: Context) -> str:
     )
 
 
+def _read_groups(groups: Any, top: Any, context: Context) -> Any:
+    if top and not groups:
+        raise SourceError(f"{context.where}: moe_router_group_topk = {short(top)}, and no moe_router_num_groups")
+    return groups if top else 1
+
+
 def _read_top_groups(spelled: Any, context: Context) -> Any:
     one = context.values["router_groups"] == 1  # that of all experts
     if spelled and not one and (why := _ranked(context.values["top_k"], spelled, context)):
@@ -87,7 +93,7 @@ CODECS: Mapping[str, Maker] = {
         lambda value, _: value if value != 1.0 else None,
     ),
     "null if 1 group": lambda key, top: Codec(
-        lambda spelled, _: spelled.get(key) if spelled.get(top) else 1,
+        lambda spelled, context: _read_groups(spelled.get(key), spelled.get(top), context),
         lambda value, _: {key: value if value > 1 else None},
     ),
     "top groups of experts": single(_read_top_groups, _write_top_groups),

@@ -86,7 +86,8 @@ def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **op
     """Check OUT against its manifest, or against SRC in any format.
 
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, files
-    in the Hub's cache against their names, which are hashes, and they must make a checkpoint together.
+    in the Hub's cache against their names, which are hashes; and they must make a checkpoint together, whole and with
+    equal copies.
     """
     from converters.common.hub_names import folder_of
     from converters.library.proving import verify_with
@@ -181,16 +182,16 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
     """Why a folder could not be opened as a checkpoint; None when it could.
 
     Raises:
-        SourceError: the files do not belong together.
+        SourceError: the files do not belong together, or some are missing.
+        VerificationError: copies of a tensor differ.
     """
-    from converters.library.proving import own_config
+    from converters.library.proving import require_one_checkpoint
     from formats.registry import is_known
 
     if not is_known(folder):
         return f"{folder} is not a checkpoint of a known format"
     try:
-        effects = _effects(options, quiet=True)
-        effects.open(folder, own_config(folder, effects.settings))
+        require_one_checkpoint(folder, _effects(options, quiet=True))
     except (OptionNeededError, RefusedError, UnsupportedError, UsageError) as error:
         return str(error)
     return None

@@ -29,6 +29,7 @@ from converters.move.casts import Array
 from converters.plan.opening import open_source, replicas_of, require_effect, require_family
 from converters.plan.output import plan_output, require_target
 from converters.plan.request import Request
+from converters.prove.sources import check_manifests, compared
 from formats import checkpoint
 from formats.errors import SourceError, UnsupportedError, UsageError, hint_of, some
 from formats.megatron import MEGATRON
@@ -121,13 +122,13 @@ class Checkpoint:
     def tensors(self, to: Target = "huggingface", **options: Unpack[Effort]) -> Iterator[tuple[str, Array]]:
         """Name and elements of every tensor in a layout, in the order of its files, one at a time in memory.
 
-        The bytes are those that a conversion writes, and memory is bounded, except for what the caller keeps. At the
-        end the checksums of the source are compared; `verify` compares its vitruvian.json.
+        The bytes are those that a conversion writes, and memory is bounded, except for what the caller keeps. What is
+        read is compared with the source's vitruvian.json, if there is one, and at the end with its checksums.
 
         Raises:
             UnsupportedError: a tensor is bfloat16 or float8, and ml_dtypes is not installed.
             DamagedError: bytes that were read do not have the checksum that the source records.
-            VerificationError: copies of a tensor differ.
+            VerificationError: copies of a tensor differ, or a tensor is not what the source's vitruvian.json says.
         """
         with self.as_(to, **options) as view:
             yield from view.read()
@@ -165,6 +166,8 @@ class Checkpoint:
         self.unchanged()
         with known_family(self.options), _readable():
             plan = plan_output(self.source, Request(NOWHERE, limits=limits), to, output_of(laid_out))
+            check_manifests(plan)
+            plan = compared(plan, unchanged=True)
         assert plan.target is not None
         root = Request(NOWHERE).root
         if own_file and not any(own_file in file.path.relative_to(root).parts for file in plan.target.files):
@@ -189,12 +192,12 @@ def _readable() -> Iterator[None]:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Inode, size and time of a file, which change when it is written or replaced; empty if there is no file."""
+    """Inode, size and times of a file, which change when it is written or replaced; empty if there is no file."""
     try:
         about = file.stat()
     except OSError:
         return ()
-    return about.st_ino, about.st_size, about.st_mtime_ns
+    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str, Any]) -> str:

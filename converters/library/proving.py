@@ -340,6 +340,22 @@ def _verified(
     return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes))
 
 
+def require_one_checkpoint(folder: Path, effects: Effects) -> None:
+    """Refuse files that are sound, and make no checkpoint together: those of several trainings, or not all of them.
+
+    Raises:
+        SourceError: files are missing, or are not those of one save.
+        VerificationError: copies of a tensor differ.
+        VitruvianError: the checkpoint cannot be opened.
+    """
+    from converters.plan.training_state import optimizer_of
+
+    source = effects.open(folder, own_config(folder, effects.settings))
+    _hashed((job for job in plan_reading(source).jobs if job.replicas), effects, checked=False)
+    if "optimizer" in source.state:
+        optimizer_of(source)
+
+
 def _are_weights(state: Checkpoint, checkpoint: Checkpoint) -> bool:
     """Whether an optimizer state is the weights themselves, as master weights may be: they are compared as weights."""
     return {id(placed.fragment) for placed in state.tensors} <= {id(placed.fragment) for placed in checkpoint.tensors}

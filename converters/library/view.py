@@ -125,7 +125,8 @@ class Reader:
 
         Raises:
             SourceError: a file of the source is damaged.
-            VerificationError: copies of a tensor in the source differ.
+            VerificationError: copies of a tensor in the source differ, or a tensor that is read as a whole is not what
+                the source's vitruvian.json says.
         """
         with self.opened():
             for job, leaf in self.leaves(placed, state):
@@ -384,11 +385,14 @@ class View(Mapping[str, Tensor]):
     def read(self, ahead: int = 0) -> Iterator[tuple[str, Array]]:
         """Name and elements of every tensor, in order. At the end the checksums of the source are compared.
 
+        Tensors that are read as a whole, here or by name, are compared with the source's vitruvian.json.
+
         Args:
             ahead: how many further tensors are read, and are in memory, while the caller uses one.
 
         Raises:
             DamagedError: bytes that were read do not have the checksum that the source records.
+            VerificationError: copies of a tensor differ, or a tensor is not what the source's vitruvian.json says.
         """
         for tensor, words in self.read_words(ahead):
             yield tensor.name, as_numpy(words, tensor.dtype)

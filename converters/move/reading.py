@@ -47,7 +47,7 @@ class Reading:
         copies: the handling of further copies of the tensor.
         files: open files.
         buffers: this thread's memory.
-        box: the part of the tensor that the tiles are in.
+        box: the part of the tensor that the tiles are in; only all of it is compared with what is recorded.
     """
 
     def __init__(self, job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box) -> None:
@@ -59,6 +59,7 @@ class Reading:
         self.grows = job.rows is not None and box[0][1] > job.rows
         make = last_row if job.last else mean_row
         self.fill = make(job, self.sources, files, self.tile, self.scratch) if self.grows else self.tile[:0]
+        self.recorded = job.recorded if box == tuple((0, n) for n in job.shape) else None
         self.digest = blake3()
 
     def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Array:
@@ -68,7 +69,7 @@ class Reading:
             values[:] = 0
         gather(self.files, self.sources, start, shape, values, self.scratch)
         self.copies.settle(values, Tile(start, shape, self.buffers.other, self.buffers.scratch))
-        if self.job.recorded:
+        if self.recorded:
             self._see(start, shape, values)
         if self.grows:
             _grow(values, self.job.rows or 0, self.fill, start, shape)
@@ -77,9 +78,9 @@ class Reading:
     def _see(self, start: tuple[int, ...], shape: tuple[int, ...], values: Array) -> None:
         """Feed the digest of the tensor as it is in the source; its first tile begins a new one."""
         job, rows = self.job, self.job.rows
-        if job.recorded and not any(start):
+        if self.recorded and not any(start):
             full = job.shape if rows is None else (rows, *job.shape[1:])
-            self.digest = hasher(job.recorded.name, job.source_dtype, full)
+            self.digest = hasher(self.recorded.name, job.source_dtype, full)
         if rows is not None:
             values = values[: max(0, min(shape[0], rows - start[0])) * prod(shape[1:])]
         if len(values):
@@ -91,7 +92,7 @@ class Reading:
         Raises:
             VerificationError: they differ.
         """
-        if self.job.recorded and self.digest.hexdigest() != self.job.recorded.digest:
+        if self.recorded and self.digest.hexdigest() != self.recorded.digest:
             path = self.job.sources[0].fragment.path
             raise VerificationError(
                 f"{path} is damaged: {self.job.label} differs from the {MANIFEST} of its checkpoint",

@@ -58,12 +58,12 @@ def recorded_tensors(source: Checkpoint) -> dict[str, str]:
     return {**remembered, **remembered_states(source.home)}
 
 
-def compared(plan: Plan) -> Plan:
+def compared(plan: Plan, *, unchanged: bool = False) -> Plan:
     """The plan, whose jobs compare what they read with the manifests of the sources where they change the values.
 
-    `check_source` compares what is written as it is read, without a further hash. The names of an adapter inside a
-    checkpoint are others. Never compared are sums, products of
-    an adapter, quantized weights, and moments in place of weights: no manifest has their digests.
+    `check_source` compares what is written as it is read, without a further hash; with `unchanged` these jobs compare
+    too, if they read all of a tensor. The names of an adapter inside a checkpoint are others. Never compared are sums,
+    products of an adapter, quantized weights, and moments in place of weights: no manifest has their digests.
     """
     homes = {path: source.home for source in plan.sources for path in source.files}
     known = {source.home: recorded_tensors(source) for source in plan.sources if not source.settings.adapter}
@@ -79,7 +79,7 @@ def compared(plan: Plan) -> Plan:
         return replace(read, recorded=Recorded(name, digest)) if digest else read
 
     def changing(job: Job) -> Job:
-        if not job.edges:
+        if not (job.edges or unchanged):
             return job
         terms = tuple(term._replace(job=noted(term.job)) for term in job.terms)
         return replace(job, terms=terms) if terms else noted(job)

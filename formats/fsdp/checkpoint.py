@@ -122,8 +122,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         slots = _native_slots(spec, trainer, whole.table if whole else None)
     else:
         slots = huggingface.model_slots(spec, tensors)
-    own = olmo_core.own_config(nearby_config.configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
-    if own and isinstance(spec, ModelSpec):
+    own = olmo_core.own_config(nearby_config.configs(path, folder)) if trainer == native.OLMO_CORE else None
+    if own and assets and isinstance(spec, ModelSpec):
         olmo_core.require_same(own, settings, spec)
     biases = native.biases(slots, tensors, spec, settings.accept, path)
     drops = (*huggingface.drops(spec, tensors, settings), *native.DROPS, *map(re.escape, biases))
@@ -131,7 +131,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if isinstance(spec, Verbatim):
         _require_rows(tensors, spec, path)
     ranks = {"ranks": len(files_of(pieces))}
-    notes = (*notes, *native.notes(spec, trainer), *_notes_on_a_copy(path, listing, settings))
+    unrecorded = () if own else native.notes(spec, trainer)
+    notes = (*notes, *unrecorded, *_notes_on_a_copy(path, listing, settings))
     notes += tuple(_notes_on_others(folder, listing))
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     checkpoint = Checkpoint(
@@ -287,6 +288,8 @@ def _native_slots(spec: Spec, trainer: str, table: Sequence[Rule] | None = None)
     if table is not None and isinstance(spec, ModelSpec):
         return spec.slots_in(table, spec.sizes())
     layouts = native.layouts(trainer)
+    if isinstance(spec, Verbatim) and spec.family in layouts:
+        raise UnsupportedError(f"no table describes this {spec.family} with the names of {trainer}: {spec.why}")
     if not isinstance(spec, ModelSpec) or spec.family not in layouts:
         raise UnsupportedError(
             f"{native.TRAINERS[trainer].sign} is a name of {trainer}, whose {spec.family} has no table",

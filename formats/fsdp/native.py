@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from formats.errors import RefusedError
 from formats.families import FAMILIES
+from formats.huggingface.rope import LOCAL
 from formats.layout.slots import Slot
 from formats.layout.table import Rule, rules
 from formats.model.accepted import EXPERT_BIAS
@@ -60,31 +61,53 @@ def alternating(spec: ModelSpec) -> list[str]:
     return [("sliding_attention", "full_attention")[layer % 2] for layer in range(spec.layers)]
 
 
+def three_of_four(spec: ModelSpec) -> list[str]:
+    """The kind of attention of each layer, every fourth and the last one without a window."""
+    full = {*range(3, spec.layers, 4), spec.layers - 1}
+    return ["full_attention" if layer in full else "sliding_attention" for layer in range(spec.layers)]
+
+
 def theta_of_mixtures(spec: ModelSpec) -> float:
     """The rotary base of the Qwen3 mixtures of torchtitan: 5e6 in that of 235B parameters, else 1e6."""
     return 5e6 if spec.rope_theta == 5e6 else 1e6
 
 
-STOCK: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"norm_epsilon": 1e-5, "rope_theta": 5e5, "rope_scaling": LLAMA3},
-    "qwen3": {"norm_epsilon": 1e-6, "rope_theta": 1e6, "rope_scaling": None},
-    "qwen3_moe": {
-        "norm_epsilon": 1e-6, "rope_theta": theta_of_mixtures, "rope_scaling": None, "router_normalized": True,
+STOCK: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    TORCHTITAN: {
+        "llama": {"norm_epsilon": 1e-5, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+        "qwen3": {"norm_epsilon": 1e-6, "rope_theta": 1e6, "rope_scaling": None},
+        "qwen3_moe": {
+            "norm_epsilon": 1e-6, "rope_theta": theta_of_mixtures, "rope_scaling": None, "router_normalized": True,
+        },
+        "gpt_oss": {
+            "norm_epsilon": 1e-5, "rope_theta": 1.5e5, "sliding_window": 128, "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0, "rope_scaling": {**YARN, "factor": 32.0, "truncate": False},
+            "layer_types": alternating,
+        },
+        "deepseek_v3": {
+            "rope_theta": 1e4, "rope_scaling": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "router_normalized": True, "router_scale": 2.5,
+        },
+        "qwen3_5_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None},
+        "qwen3_5_moe_text": {
+            "norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None, "router_normalized": True,
+        },
     },
-    "gpt_oss": {
-        "norm_epsilon": 1e-5, "rope_theta": 1.5e5, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-        "rope_scaling": {**YARN, "factor": 32.0, "truncate": False}, "layer_types": alternating,
+    OLMO_CORE: {
+        "olmo2": {"norm_epsilon": 1e-6, "rope_theta": 5e5, "rope_scaling": None},
+        "olmo3": {
+            "norm_epsilon": 1e-6, "rope_theta": 5e5, "rope_scaling": None, "sliding_window": 4096,
+            "layer_types": three_of_four, LOCAL: 5e5,
+        },
     },
-    "deepseek_v3": {
-        "rope_theta": 1e4, "rope_scaling": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "router_normalized": True, "router_scale": 2.5,
-    },
-    "qwen3_5_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None},
-    "qwen3_5_moe_text": {"norm_epsilon": 1e-6, "rope_theta": 1e7, "rope_scaling": None, "router_normalized": True},
 }  # fmt: skip
-"""Family: settings of all models of torchtitan 0.3.0 (`__init__.py` of models/*, of DeepSeek-V3 those
-with a sigmoid router; 1e-5 is the default of its RMSNorm, and a Llama has this scaling from v0.2.0 on, which a Llama
-3.2 has not). No checkpoint records them."""
+"""Trainer and family: settings of all its own models. Of torchtitan 0.3.0 (`__init__.py` of models/*, of DeepSeek-V3
+those with a sigmoid router; 1e-5 is the default of its RMSNorm, and a Llama has this scaling from v0.2.0 on, which a
+Llama 3.2 has not); of OLMo-core 3.0.0 (nn/transformer/config.py, `olmo2_7B` and `olmo3_7B` and those beside them)."""
+RECORDS = {
+    TORCHTITAN: "its checkpoints do not record it",
+    OLMO_CORE: "what it loads does not record it: its own config has to say it",
+}
 REMARKS = {
     "deepseek_v3": "torchtitan's own DeepSeek-V3 computes all norms with an epsilon of 1e-05, and its checkpoints do "
     "not record it: transformers computes those of latents with 1e-06, the others with that of the config",
@@ -93,18 +116,18 @@ REMARKS = {
 
 
 def notes(spec: Spec, trainer: str | None) -> tuple[str, ...]:
-    """Notes on what torchtitan's own models of a kind compute otherwise than transformers does with this model."""
-    if trainer != TORCHTITAN or not isinstance(spec, ModelSpec):
+    """Notes on what a trainer's own models of a kind compute otherwise than transformers does with this model."""
+    if trainer is None or not isinstance(spec, ModelSpec):
         return ()
     texts = []
-    for name, value in STOCK.get(spec.family, {}).items():
+    for name, value in STOCK[trainer].get(spec.family, {}).items():
         ours = spec.own[name] if name in spec.own else getattr(spec, name)
         theirs = value(spec) if callable(value) else value
-        by_default = name in spec.own and ours is None  # what transformers takes then is what torchtitan has
+        by_default = name in spec.own and ours is None  # what transformers takes then is what the trainer has
         if ours != theirs and not by_default:
             texts.append(
-                f"the config says {name} = {_said(ours)}: that of torchtitan's own models of this kind is "
-                f"{_said(theirs)}, and its checkpoints do not record it"
+                f"the config says {name} = {_said(ours)}: that of {trainer}'s own models of this kind is "
+                f"{_said(theirs)}, and {RECORDS[trainer]}"
             )
     return (*texts, *([REMARKS[spec.family]] if spec.family in REMARKS else ()))
 

@@ -431,3 +431,18 @@ def test_steps_that_contradict_each_other_are_refused(runs, convert, tmp_path):
     for argv in (("reshard", run), ("hf2fsdp", run)):
         ran = convert(*argv, tmp_path / "out", "--with-optimizer")
         assert (ran.code, "different numbers of steps: " in ran.err, ", 99" in ran.err) == (4, True, True), ran.err
+
+
+def test_sound_files_that_make_no_checkpoint_are_not_verified(runs, convert, tmp_path):
+    """Each has its CRC-32, and none has a manifest: one is missing, or of another training than its copy."""
+    for kind in ("distributed", "experts", "both"):
+        run = shutil.copytree(runs[kind], tmp_path / kind)
+        (run / "iter_0000003/vitruvian.json").unlink()
+        ran = convert("verify", run)
+        assert (ran.code, "each with its CRC-32" in ran.out, ran.err) == (0, True, "")
+    spoil(tmp_path / "experts", lambda stored: stored["model"]["decoder.final_layernorm.weight"].mul_(2))
+    ran = convert("verify", tmp_path / "experts")
+    assert (ran.code, "differs between its copies in 1 of 1 places" in ran.err) == (6, True), ran.err
+    next((tmp_path / "distributed").rglob("distrib_optim.pt")).unlink()
+    ran = convert("verify", tmp_path / "distributed")
+    assert (ran.code, "holds no distrib_optim.pt, which model_optim_rng.pt says there is" in ran.err) == (3, True)

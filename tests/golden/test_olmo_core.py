@@ -258,6 +258,45 @@ def test_what_is_written_is_what_it_wrote(convert, tmp_path, torch_reads_it, cas
     assert convert("diff", tmp_path / "out", case / "hf").code == 0
 
 
+STOCK = "olmo-core's own models of this kind is "
+YARN = {"rope_type": "yarn", "rope_theta": 77.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "notes"),
+    [
+        ({}, []),
+        ({"rms_norm_eps": 0.1}, [f"norm_epsilon = 0.1: that of {STOCK}1e-06"]),
+        (
+            {"rope_parameters": {**YARN, "attention_factor": 1.0}},
+            [f"rope_theta = 77.0: that of {STOCK}500000.0", "rope_scaling = yarn (attention_factor=1.0, factor=4.0, "],
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 2.0}}, ["rope_scaling = dynamic "]),
+    ],
+)
+def test_what_its_own_config_would_have_to_say_is_named(convert, tmp_path, fields, notes):
+    """What is written has no config of OLMo-core, and no model of it computes the third and the fourth."""
+    hf = tmp_path / "hf"
+    shutil.copytree(OLMO2 / "hf", hf)
+    config = json.loads((hf / "config.json").read_text())
+    usual = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    (hf / "config.json").write_text(json.dumps(config | usual | fields))
+    ran = convert("hf2fsdp", hf, tmp_path / "out", "--names", "olmo-core")
+    assert (ran.code, ran.err.count(STOCK)) == (0, len(notes)), ran.err
+    assert all(note in ran.err for note in notes), ran.err
+    ran = convert("fsdp2hf", tmp_path / "out", tmp_path / "back")
+    assert (ran.code, ran.err.count(STOCK)) == (0, len(notes)), ran.err
+
+
+def test_the_setting_that_no_table_describes_is_named(convert, tmp_path):
+    hf = tmp_path / "hf"
+    shutil.copytree(OLMO2 / "hf", hf)
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    ran = convert("hf2fsdp", hf, tmp_path / "out", "--names", "olmo-core")
+    refused(ran, 4, "no table describes this olmo2 with the names of olmo-core", "hidden_act = 'relu' is not supported")
+
+
 def test_its_optimizer_goes_along(convert, tmp_path, torch_reads_it):
     """Under Hugging Face's names; and back under its own, where all is as it wrote it (olmo_core/README.md)."""
     config = ("--config", TRAINED / "hf")

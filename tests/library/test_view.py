@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import sys
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 import vitruvian
+import vitruvian.torch
 from converters.move.scratch import Scratch
 from tests.forked import in_a_fork
 from tests.golden.cases import TOPOLOGIES
@@ -244,6 +248,43 @@ def test_a_source_that_changes_is_refused(model, tmp_path):
         _ = checkpoint["huggingface"]
     assert error.value.hint == "open it again"
     assert len(list(vitruvian.open(source).tensors())) == len(view)
+
+
+def test_a_source_that_changes_and_keeps_its_size_and_time_is_refused(model, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(model("llama", "bfloat16"), source)
+    checkpoint, file = vitruvian.open(source), source / "model.safetensors"
+    about = file.stat()
+    with file.open("r+b") as handle:
+        handle.seek(-2, os.SEEK_END)
+        handle.write(b"\1\1")
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    with pytest.raises(vitruvian.SourceError, match="have changed since it was opened"):
+        checkpoint.unchanged()
+
+
+@pytest.mark.parametrize("command", ["hf2megatron", "hf2fsdp"])
+def test_a_file_of_another_conversion_is_refused(model, convert, tmp_path, command):
+    """Of the same shapes, with sound checksums: vitruvian.json alone tells."""
+    moved, options = tmp_path / "hf", ("--tp", 2) if command == "hf2megatron" else ("--ranks", 2)
+    shutil.copytree(model("llama", "float32"), moved)
+    tensors = {name: 2 * tensor for name, tensor in load_file(moved / "model.safetensors").items()}
+    save_file(tensors, moved / "model.safetensors", {"format": "pt"})
+    for source, out in ((model("llama", "float32"), tmp_path / "one"), (moved, tmp_path / "two")):
+        assert convert(command, source, out, *options).code == 0
+    file = next(iter(sorted(path for path in (tmp_path / "two").rglob("*") if path.suffix in (".pt", ".distcp"))))
+    shutil.copy(file, tmp_path / "one" / file.relative_to(tmp_path / "two"))
+    checkpoint = vitruvian.open(tmp_path / "one")
+    reading = [
+        lambda: [*checkpoint.tensors()],
+        lambda: [*checkpoint["fsdp"].read()],
+        lambda: [*vitruvian.torch.iterate(checkpoint)],
+        lambda: vitruvian.torch.load(LlamaForCausalLM.from_pretrained(moved), checkpoint),
+        lambda: [tensor.numpy() for tensor in checkpoint["huggingface"].values()],
+    ]
+    for read in reading:
+        with pytest.raises(vitruvian.VerificationError, match=r"differs from the vitruvian\.json of its checkpoint"):
+            read()
 
 
 def test_a_name_that_is_not_there_is_answered_with_one_that_is(model):

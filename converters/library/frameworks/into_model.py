@@ -77,7 +77,7 @@ def iterate(
 
     Raises:
         DamagedError: at the end, if bytes that were read do not have the checksum that the source records.
-        VerificationError: copies of a tensor differ.
+        VerificationError: copies of a tensor differ, or a tensor is not what the source's vitruvian.json says.
     """
     checkpoint, viewing = _opened(src, options, Iterating.__optional_keys__)
     if type(prefetch) is not int or prefetch < 0:
@@ -111,6 +111,8 @@ def load(
         RefusedError: settings, names, shapes or (without `cast`) element types differ.
         UnsupportedError: a DTensor has another placement.
         DamagedError: bytes that were read do not have the checksum that the source records; the model is filled then.
+        VerificationError: copies of a tensor differ, or a tensor that is read as a whole is not what the source's
+            vitruvian.json says; a part of the model is filled then.
     """
     checkpoint, effort = _opened(src, options, Loading.__optional_keys__)
     _require_plain(model)

@@ -14,7 +14,7 @@ import numpy as np
 from converters.move.casts import Array
 from converters.move.codebooks import read_f32
 from converters.move.crc32 import Checksums
-from converters.move.dequantize import read_bf16
+from converters.move.dequantize import read_halves
 from converters.move.descriptors import Descriptors
 from converters.move.products import read_product
 from converters.move.quantize import read_coded
@@ -29,7 +29,7 @@ from formats.disk.threads import Threads
 from formats.disk.zstd_stream import Reader, Stream
 from formats.torch_files.crc32 import crc_of
 
-DEQUANTIZE = {"BF16": read_bf16, "F32": read_f32}
+DEQUANTIZE = {"BF16": read_halves, "F16": read_halves, "F32": read_f32}
 """The element type that quantized elements are read as: the function that reads them."""
 SPARSEST = 8
 """A strided region is read, or an interleaved one written, by one call if at least one element in so many is wanted."""

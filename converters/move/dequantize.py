@@ -1,8 +1,8 @@
-"""The edge from quantized elements to BF16: element times scale, exact for MXFP4, rounded once for all other methods.
+"""The edge from quantized elements to BF16, or F16: element times scale, exact for MXFP4, otherwise rounded once.
 
 Facts: OCP Microscaling Formats (MX) 1.0: E2M1, E4M3 and E8M0, whose 0xFF is no number; E4M3 without infinities, as
 torch's float8_e4m3fn. transformers and DeepSeek's own script multiply in float32 and round to the nearest even, too.
-compressed-tensors 0.20.0 multiplies in BF16 where the scales are BF16, which is the same: the product of two such
+compressed-tensors 0.20.0 multiplies in BF16 or F16 where the scales are, which is the same: the product of two such
 numbers is exact in float32.
 """
 
@@ -69,12 +69,12 @@ METHODS = {
 }
 
 
-def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer: memoryview) -> None:
-    """Fill a buffer with the BF16 elements of a quantized tensor, from byte `at` of the BF16 elements on.
+def read_halves(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer: memoryview) -> None:
+    """Fill a buffer with the BF16 or F16 elements of a quantized tensor, from byte `at` of these elements on.
 
     Raises:
         SourceError: a file ends before its elements or scales do, or its weight_shape is not that of the elements.
-        RefusedError: a scale is no finite positive number, or a product is NaN or too large for BF16.
+        RefusedError: a scale is no finite positive number, or a product is NaN or too large for the type.
     """
     if scales.stated and at == 0:  # each conversion reads the first element
         _require_shape(opened, *scales.stated)
@@ -85,10 +85,10 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
         words, factors = out[begin : begin + count], _factors(opened, start, columns, scales)
         with np.errstate(over="ignore", invalid="ignore"):
             values = method.values[codes].reshape(rows, columns) * factors
-        words[:] = casts.cast(casts.as_words(values.ravel()), "F32", "BF16", fragment.path.name)
-        if not casts.finite(words, "BF16"):
+        words[:] = casts.cast(casts.as_words(values.ravel()), "F32", fragment.dtype, fragment.path.name)
+        if not casts.finite(words, fragment.dtype):
             nan = bool(np.isnan(method.values[codes]).any())
-            wrong = f"are NaN in {scales.method}" if nan else "are too large for BF16"
+            wrong = f"are NaN in {scales.method}" if nan else f"are too large for {fragment.dtype}"
             reason = f"{scales.factors.path}: elements times {scales.name} {wrong}"
             raise RefusedError(reason, "--verbatim carries every tensor as it is")
 

@@ -1,4 +1,4 @@
-"""Weights that llm-compressor quantized (`quant_method: compressed-tensors`), read as the BF16 that they represent.
+"""Weights that llm-compressor quantized (`quant_method: compressed-tensors`), read as BF16 or F16.
 
     X.weight_packed  X.weight_scale  X.weight_shape           pack-quantized: integers of 4 or 8 bits in words of 32
     X.weight_packed  X.weight_scale  X.weight_global_scale    nvfp4-pack-quantized: two elements a byte
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from formats.disk.safetensors import Fragment, Scales, read_bytes, row_major
 from formats.errors import SourceError, UnsupportedError, short
-from formats.huggingface.scales import KEEP, require_floats, require_grid, scales_of
+from formats.huggingface.scales import FACTORS, KEEP, require_floats, require_grid, scales_of
 
 METHOD = "compressed-tensors"
 
@@ -44,6 +44,8 @@ class WeightFormat(NamedTuple):
 
 
 NVFP4 = "NVFP4"
+HALF = "F16"
+"""The type of scales of which products are read as that type, in which compressed-tensors multiplies too."""
 FORMATS = {
     ("pack-quantized", "int", 4): WeightFormat("INT4", "weight_packed", "I32", 8),
     ("pack-quantized", "int", 8): WeightFormat("INT8 in words", "weight_packed", "I32", 4),
@@ -150,7 +152,7 @@ def _block(weights: Mapping[Any, Any]) -> tuple[int | None, int | None]:
 
 
 def dequantized(fragments: Mapping[str, Fragment], scheme: Scheme) -> dict[str, Fragment]:
-    """The tensors of a quantized model with its weights read as BF16; scales of activations are left out.
+    """The tensors of a quantized model with its weights read as BF16 or F16; scales of activations are left out.
 
     Raises:
         SourceError: scales are missing, or their shape does not fit the elements that they belong to.
@@ -183,7 +185,7 @@ def _weight(
     scheme: Scheme,
     column_counts: dict[tuple[str, tuple[int, ...]], int],
 ) -> Fragment:
-    """The BF16 matrix of a module: its quantized elements, with their scales.
+    """The matrix of a module, as floats: its quantized elements, with their scales.
 
     `column_counts` has the columns of the matrices before it, by kind of module and shape.
     """
@@ -192,7 +194,7 @@ def _weight(
         raise UnsupportedError(f"{elements.path}: {key} is {stored.dtype}{list(elements.shape)}, no matrix", KEEP)
     factors = scales_of(fragments, name, elements, key)
     if stored.scales is None:
-        require_floats(factors, name)
+        require_floats(factors, name, (*FACTORS, HALF))
     rows, columns = elements.shape[0], elements.shape[1] * stored.per
     record = fragments.get(f"{module}.{SHAPE}")
     if record is not None and (record.dtype not in INTEGERS or record.shape != (2,)):
@@ -222,7 +224,8 @@ def _weight(
     if high == 1 and columns % wide == 0:  # the matrix as one row, with one row of scales: read with fewer calls
         rows, columns = 1, rows * columns
     scales = Scales(stored.method, factors, block, rows, columns, name, whole, record and (record, shape, key))
-    return elements._replace(dtype="BF16", shape=shape, strides=strides, scales=scales)
+    dtype = HALF if factors.dtype == HALF else "BF16"
+    return elements._replace(dtype=dtype, shape=shape, strides=strides, scales=scales)
 
 
 def _columns(record: Fragment, columns: int, per: int) -> int:

@@ -116,13 +116,14 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
         case _:
             _require_no_scales(fragments, config)
             return dict(fragments), ""
-    count = sum(fragment.scales is not None for fragment in weights.values())
+    types = [fragment.dtype for fragment in weights.values() if fragment.scales is not None]
     unread = sum(
         key.endswith((ACTIVATIONS, *compressed_tensors.ACTIVATIONS)) for key in fragments.keys() - weights.keys()
     )
     without = f", without {unread} scales of activations" if unread else ""
-    note = f"{count} tensors of {method} are read as BF16, {exact}{without}; --verbatim carries them as they are"
-    return weights, note if count else f"config.json says that weights are {method}, and none of the files' is"
+    read = f"{len(types)} tensors of {method} are read as {' and '.join(sorted({*types}))}"
+    note = f"{read}, {exact}{without}; --verbatim carries them as they are"
+    return weights, note if types else f"config.json says that weights are {method}, and none of the files' is"
 
 
 def _quantized_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

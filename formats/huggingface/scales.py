@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError, UnsupportedError
 
 FACTORS = ("F32", "BF16")
-"""Floating point types of scales. Products with F16 scales are rounded to F16, which BF16 cannot hold."""
+"""Floating point types of scales of which products are read as BF16."""
 KEEP = "--verbatim carries every tensor as it is, in Hugging Face"
 
 
@@ -33,14 +33,14 @@ def scales_of(fragments: Mapping[str, Fragment], name: str, elements: Fragment, 
     return fragments[name]
 
 
-def require_floats(scales: Fragment, name: str) -> None:
-    """Refuse scales that are not in a type of `FACTORS`, whose products are rounded only once, to BF16.
+def require_floats(scales: Fragment, name: str, types: Collection[str] = FACTORS) -> None:
+    """Refuse scales that are in none of some types, with which products are rounded only once.
 
     Raises:
         UnsupportedError: the scales are of another type.
     """
-    if scales.dtype not in FACTORS:
-        raise UnsupportedError(f"{scales.path}: {name} is {scales.dtype}, not {' or '.join(FACTORS)}", KEEP)
+    if scales.dtype not in types:
+        raise UnsupportedError(f"{scales.path}: {name} is {scales.dtype}, not {' or '.join(types)}", KEEP)
 
 
 def require_grid(scales: Fragment, name: str, dtype: str, shape: tuple[int, ...]) -> None:

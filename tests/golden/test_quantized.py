@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from converters.move.dequantize import read_bf16
+from converters.move.dequantize import read_halves
 from formats.disk.safetensors import Fragment, Scales, row_major
 from formats.errors import UnsupportedError
 from formats.huggingface.folder import read_files
@@ -98,11 +98,11 @@ def minimax(model, tmp_path_factory):
     return rewritten(source, tmp_path_factory.mktemp("minimax") / "hf", scaled((8, 8)), FP8)
 
 
-def same_model(first: Path, second: Path) -> None:
+def same_model(first: Path, second: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Two folders that transformers loads as one model, without a missing or unexpected key."""
     states = []
     for path in (first, second):
-        net, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, output_loading_info=True)
+        net, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         states.append(net.state_dict())
@@ -234,7 +234,7 @@ def test_any_part_of_it_is_a_part_of_the_whole(tmp_path_factory, data):
         parts = []
         for start, stop in ((first, last), (0, count)):
             out = np.zeros(stop - start, np.uint16)
-            read_bf16(lambda _: nullcontext(descriptor.fileno()), tensor, scales, 2 * start, out.data.cast("B"))
+            read_halves(lambda _: nullcontext(descriptor.fileno()), tensor, scales, 2 * start, out.data.cast("B"))
             parts.append(out)
     assert np.array_equal(parts[0], parts[1][first:last])
     wide = np.repeat(np.repeat(factors, block[0], 1)[:, :rows], block[1], 2)[..., :columns].ravel()

@@ -33,6 +33,7 @@ from converters.plan.request import Request
 from converters.prove import digest, sources
 from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target
 from formats.disk.handle import is_remote
+from formats.disk.stamps import Stamp, stamp_of
 from formats.errors import (
     DamagedError,
     Interrupted,
@@ -84,7 +85,7 @@ def run(
         VerificationError: the source contradicts its manifest; or the output does not read back as planned.
         Interrupted: a signal came; the same call resumes.
     """
-    plan, stamps = sources.compared(plan), stamps_of(plan)
+    plan, stamps = sources.compared(plan), opened_stamps(plan)
     target, opened = _begin(plan, request)
     if plan.source.proof is not None:
         prove(plan.source.proof, request)
@@ -97,7 +98,7 @@ def run(
             scratch.clear(request.staging)
             opened_files = files_of(request, sums, checks, journal)
             with disk(request):
-                make_files(target.files, request)
+                request = make_files(target.files, request)
             with (
                 disk(request),
                 intact(target, request, journal),
@@ -146,7 +147,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
         try:
             opened_files = files_of(request, None, checks, journal, part=True)
             with disk(request):
-                make_files(target.files, request)
+                request = make_files(target.files, request)
             with disk(request), intact(target, request, journal), opened_files as files, journal.kept(files):
                 _execute(jobs, request, journal, files, stopped, drifted, part=True)
         except DamagedError:
@@ -176,13 +177,17 @@ def files_of(
     return Files(sums, checks, journal.locks, scratch.Scratch(request.staging), turns=turns)
 
 
-def stamps_of(plan: Plan) -> dict[Path, tuple[int, int, int]]:
-    """Size, mtime and ctime of each file of the sources that exists."""
-    stats = {path: path.stat() for source in plan.sources for path in source.files if path.exists()}
-    return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats.items()}
+def stamps_of(plan: Plan) -> dict[Path, Stamp]:
+    """The stamp of each file of the sources that exists."""
+    return {path: stamp_of(path) for source in plan.sources for path in source.files if path.exists()}
 
 
-def check_unchanged(before: Mapping[Path, tuple[int, ...]], after: Mapping[Path, tuple[int, ...]]) -> None:
+def opened_stamps(plan: Plan) -> dict[Path, Stamp]:
+    """The stamp of each file of the sources from before its header was read, or else the present one."""
+    return stamps_of(plan) | {path: stamp for source in plan.sources for path, stamp in source.stamps.items()}
+
+
+def check_unchanged(before: Mapping[Path, Stamp], after: Mapping[Path, Stamp]) -> None:
     """Refuse a source of which a file was written while it was read. A file that was deleted was read before.
 
     Raises:
@@ -244,9 +249,15 @@ def _unfinished(jobs: Iterable[Job], journal: Journal) -> list[Job]:
     return [job for job in jobs if job.name not in journal.digests]
 
 
-def make_files(files: Iterable[OutputFile], request: Request) -> None:
-    """Create the weight files in the staging folder, each of its size; existing files keep their contents."""
+def make_files(files: Iterable[OutputFile], request: Request) -> Request:
+    """Create the weight files in the staging folder, each of its size; existing files keep their contents.
+
+    Returns:
+        The request. If there were files, zeros have to be written too: the files may have values of a source that was
+        changed since.
+    """
     every = [*files]
+    fresh = not any(file.path.exists() for file in every)
     if request.stripes and not request.root.exists():
         request.root.mkdir(parents=True, exist_ok=True)  # several processes may do this at once
         stripe(request.root)
@@ -255,6 +266,7 @@ def make_files(files: Iterable[OutputFile], request: Request) -> None:
     for file in every:
         with file.path.open("ab") as handle:
             handle.truncate(file.size)  # changes nothing in a file that other shares have begun
+    return request if fresh else replace(request, limits=replace(request.limits, fresh=False))
 
 
 def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str], weights: Path) -> list[Path]:

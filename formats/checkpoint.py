@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from formats.disk.safetensors import DTYPES, FLOATS
+from formats.disk.stamps import Stamp
 from formats.errors import RefusedError, UnsupportedError
 from formats.layout.placed import OnRank, Placed
 from formats.layout.slots import Slot
@@ -111,6 +112,7 @@ class Checkpoint:
         ties: the names of entries in the model files that are equal in all files of one save.
         unbounded: whether a shape is only the extent of the pieces, since the files do not record how many there were.
         left: the names of the tensors that are not read, where only a part of the model is; None where all of it is.
+        stamps: the stamps of weight files from before their headers were read.
         original: where the tensors are read as parts of other tensors, or quantized, the checkpoint with its own.
     """
 
@@ -139,6 +141,7 @@ class Checkpoint:
     unbounded: bool = False
     left: tuple[str, ...] | None = None
     original: Checkpoint | None = None
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict, compare=False, repr=False)
 
     def details_of(self, kind: type[Own]) -> Own:
         """The details, which have to be of type `kind`: that of the checkpoint's format."""

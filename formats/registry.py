@@ -81,6 +81,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
     from formats.detect import signs
     from formats.detect.rivals import require_one
     from formats.disk.handle import dangling
+    from formats.disk.stamps import noted
     from formats.torch_files.saves import require_one_save
 
     try:
@@ -98,8 +99,10 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         names = {folder: names_in(folder) for folder in dict.fromkeys((place, path))}
         for form in [*first, *FORMATS.values()]:
             if any(form.detect(folder, listing) for folder, listing in names.items()):
-                checkpoint = form.reader.read(path, settings or Settings())
-                checkpoint = replace(checkpoint, settings=settings or checkpoint.settings)
+                with noted() as stamps:
+                    checkpoint = form.reader.read(path, settings or Settings())
+                stamps = {file: stamps[file] for file in checkpoint.files if file in stamps}
+                checkpoint = replace(checkpoint, settings=settings or checkpoint.settings, stamps=stamps)
                 _check_family(checkpoint)
                 _check_assets(checkpoint, path)
                 require_one_save(checkpoint.home)

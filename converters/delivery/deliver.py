@@ -32,6 +32,7 @@ from converters.convert import (
     files_of,
     finish_small,
     make_files,
+    opened_stamps,
     prove,
     stamps_of,
     verify_output,
@@ -116,7 +117,7 @@ def deliver(
         OutputError: OUT exists, or the local disk has no room for its largest files.
         UnsupportedError: the output is an adapter, which is only written into a folder.
     """
-    target, stamps, plan = _target_of(plan, request), stamps_of(plan), compared(plan)
+    target, stamps, plan = _target_of(plan, request), opened_stamps(plan), compared(plan)
     for source in plan.sources:
         check_apart(source, request, target.copies.values())
     check_manifests(plan)
@@ -244,15 +245,15 @@ def _each(
             continue
         opened = open_journal(journal_folder, f"{mark} {number}", group.files, force=True, every=request.commit_seconds)
         with opened as journal:
-            make_files(group.files, request)
+            limits = make_files(group.files, request).limits
             sums = None if journal.digests else Checksums(sizes_of(group.files))
             with files_of(request, sums, checks, journal) as files, journal.kept(files):
                 todo = [job for job in group.jobs if job.name not in journal.digests]
                 advance(sum(job.nbytes for job in group.jobs) - sum(job.nbytes for job in todo))
                 execute(
-                    todo, files, request.limits, done=journal.note, advance=advance, stop=stopped, drifted=drifted
+                    todo, files, limits, done=journal.note, advance=advance, stop=stopped, drifted=drifted
                 )  # fmt: skip
-                finish_files(group.files, files, request.limits.threads)
+                finish_files(group.files, files, limits.threads)
             digests = dict(journal.digests)
         if sending is not None:
             sending.result()

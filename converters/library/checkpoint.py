@@ -31,6 +31,7 @@ from converters.plan.output import plan_output, require_target
 from converters.plan.request import Request
 from converters.prove.sources import check_manifests, compared
 from formats import checkpoint
+from formats.disk.stamps import Stamp, stamp_of
 from formats.errors import SourceError, UnsupportedError, UsageError, hint_of, some
 from formats.megatron import MEGATRON
 from formats.model.spec import Spec
@@ -70,7 +71,7 @@ class Checkpoint:
             self.source: checkpoint.Checkpoint = open_source(path, settings)
             require_effect(settings, self.source)  # `accept` may name any setting of a model that is filled from it
             require_family(family, self.source)
-        self.stamps = {file: _stamp(file) for file in self.source.files}
+        self.stamps = {file: self.source.stamps.get(file) or _stamp(file) for file in self.source.files}
 
     def unchanged(self) -> None:
         """Refuse files that have changed since the checkpoint was opened.
@@ -191,13 +192,12 @@ def _readable() -> Iterator[None]:
         raise SourceError(f"{error.filename or 'the source'}: {error.strerror}", hint_of(error)) from None
 
 
-def _stamp(file: Path) -> tuple[int, ...]:
-    """Inode, size and times of a file, which change when it is written or replaced; empty if there is no file."""
+def _stamp(file: Path) -> Stamp | None:
+    """The stamp of a file; None if there is no file."""
     try:
-        about = file.stat()
+        return stamp_of(file)
     except OSError:
-        return ()
-    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+        return None
 
 
 def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str, Any]) -> str:

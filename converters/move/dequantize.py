@@ -85,8 +85,12 @@ def read_halves(opened: Open, fragment: Fragment, scales: Scales, at: int, buffe
         words, factors = out[begin : begin + count], _factors(opened, start, columns, scales)
         with np.errstate(over="ignore", invalid="ignore"):
             values = method.values[codes].reshape(rows, columns) * factors
-        words[:] = casts.cast(casts.as_words(values.ravel()), "F32", fragment.dtype, fragment.path.name)
-        if not casts.finite(words, fragment.dtype):
+        try:
+            words[:] = casts.cast(casts.as_words(values.ravel()), "F32", fragment.dtype, fragment.path.name)
+            finite = casts.finite(words, fragment.dtype)
+        except RefusedError:
+            finite = False
+        if not finite:
             nan = bool(np.isnan(method.values[codes]).any())
             wrong = f"are NaN in {scales.method}" if nan else f"are too large for {fragment.dtype}"
             reason = f"{scales.factors.path}: elements times {scales.name} {wrong}"

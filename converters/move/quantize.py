@@ -87,12 +87,14 @@ def _panels(read: Read, coded: Coded, row: int, low: int, high: int) -> Iterator
 def _factors(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
     """The factor of the elements of each block, given as [rows, blocks, columns].
 
-    Computed as torch divides a number by a tensor: the rounded reciprocal times the number.
+    Computed as torch divides a number by a tensor: the rounded reciprocal times the number. It is 1 where that is
+    infinite: such a block is zeros in FP8.
     """
     largest = np.abs(blocks).max(axis=(0, 2))
     one = np.float32(1)
-    factors: NDArray[np.float32] = np.where(largest > 0, one / np.where(largest > 0, largest, one) * LARGEST, one)
-    return factors
+    with np.errstate(over="ignore"):
+        factors: NDArray[np.float32] = one / np.where(largest > 0, largest, one) * LARGEST
+    return np.where((largest > 0) & np.isfinite(factors), factors, one)
 
 
 def to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:

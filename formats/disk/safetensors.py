@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from formats.disk.chunks import Chunk
 from formats.disk.handle import Handle, dangling, opened, read_at
+from formats.disk.stamps import note
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, short
 
@@ -169,7 +170,7 @@ class Entry(NamedTuple):
 
 
 def file_size(path: Path) -> int:
-    """Size of a file in bytes.
+    """Size of a file in bytes, before its header is read: its stamp is noted (`stamps.noted`).
 
     Raises:
         SourceError: the file does not exist, or is not a regular file.
@@ -180,6 +181,7 @@ def file_size(path: Path) -> int:
         raise SourceError(dangling(path) or f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
         raise SourceError(f"{path} is not a regular file")
+    note(path, status)
     return status.st_size
 
 

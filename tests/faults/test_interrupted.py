@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import vitruvian
 from converters import convert as convert_module
 from converters.common.atomic import put_in_place
 from converters.move.journal import fingerprint, sealed
 from converters.plan.plan import make_plan
+from formats import registry
 from formats.checkpoint import Settings
 from formats.model.spec import Verbatim
 from formats.registry import open_checkpoint
@@ -391,3 +393,23 @@ def test_a_source_that_is_written_while_it_is_read(model, tmp_path, mtime):
     with pytest.raises(vitruvian.SourceError, match=f"{file} was {how} it was read"):
         vitruvian.convert(source, tmp_path / "out", progress=change)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_is_written_after_its_headers_were_read(model, tmp_path, monkeypatch):
+    """The offsets are those of the file before, and what comes later finds the new one unchanged."""
+    source, state = tmp_path / "hf", registry._check_family
+    shutil.copytree(model("llama"), source)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+
+    def change(checkpoint: Any) -> None:
+        state(checkpoint)
+        save_file(tensors, file, {"format": "pt", "step": "2" * 64})
+
+    monkeypatch.setattr(registry, "_check_family", change)
+    with pytest.raises(vitruvian.SourceError, match=f"{file} was written anew while it was read"):
+        vitruvian.convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(vitruvian.SourceError, match="have changed since it was opened"):
+        next(vitruvian.open(source).tensors())

@@ -264,6 +264,23 @@ def test_a_source_that_was_changed_where_no_sample_is(begun, convert, tmp_path, 
     assert files(tmp_path / "out") == files(tmp_path / "fresh")
 
 
+@pytest.mark.parametrize("part", [(), ("--part", "1/2")], ids=["resumed", "part"])
+def test_zeros_of_a_source_that_was_changed_are_written(begun, convert, tmp_path, part):
+    """Over what was written of the source before. In new files zeros are not written, as these read as zeros."""
+    command = begun(*part)
+    path = tmp_path / "src/model.safetensors"
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start:] = bytes(len(content) - start)
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for shares in [("--part", "1/2"), ("--part", "2/2"), ()] if part else [()]:
+        ran = convert(*command, "--no-verify", *shares)
+        assert ran.code == 0, ran.err
+    assert convert("verify", tmp_path / "out", tmp_path / "src").code == 0
+
+
 def test_a_part_of_a_source_that_was_changed_is_done_again(begun, convert, tmp_path):
     command = begun("--part", "1/2")
     _change(tmp_path / "src/model.safetensors")

@@ -228,6 +228,7 @@ def test_scales_of_weights_in_floats(model, convert, tmp_path):
         ("o_proj.weight_scale", lambda tensor: None, 3, "weight_packed, and no file its"),
         ("o_proj.weight_scale", lambda tensor: tensor[:, :-1], 3, "its elements imply BF16["),
         ("o_proj.weight_scale", lambda tensor: tensor.double(), 4, "is F64, not F32 or BF16 or F16"),
+        ("o_proj.weight_scale", lambda tensor: tensor.half() * 0 + 6e4, 5, "weight_scale are too large for F16"),
         ("o_proj.weight_scale", lambda tensor: tensor * -1, 5, "quantized by finite and positive scales"),
         ("o_proj.weight_packed", lambda tensor: tensor[:, :-2], 3, "its elements imply BF16["),
         ("o_proj.weight_packed", lambda tensor: tensor[:, :-1], 3, "its elements imply BF16["),
@@ -249,4 +250,5 @@ def test_what_does_not_fit_is_refused(ending, change, code, message, kimi, conve
     ran = convert("hf2hf", folder, tmp_path / "out")
     if code:
         refused(ran, code, message)
+        assert "--dtype" not in ran.err
     assert (tmp_path / "out").exists() is (code == 0)

@@ -172,3 +172,17 @@ def test_a_weight_that_is_no_number(model, convert, tmp_path):
     ran = convert("hf2hf", folder, tmp_path / "out", "--quantize", "fp8-block")
     refused(ran, 5, "a weight is NaN or infinite")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_block_without_a_finite_factor_is_zeros(model, convert, tmp_path):
+    """448 divided by its largest element is infinite."""
+    source = shutil.copytree(model("llama", "float32", hidden_size=128, intermediate_size=128), tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = torch.full_like(tensors[name], 1e-37)
+    tensors[name][0, 0] = 0
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    ran = convert("hf2hf", source, tmp_path / "out", "--quantize", "fp8-block")
+    assert ran.code == 0, ran.err
+    assert convert("hf2hf", tmp_path / "out", tmp_path / "back").code == 0
+    assert not load_file(tmp_path / "back/model.safetensors")[name].any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from formats.errors import UsageError
+from formats.errors import RefusedError, UsageError
 from train.run.best import Best
 from train.run.log import LEAST, Log
 from train.settings.config import Config
@@ -26,8 +27,8 @@ def config_of(tmp_path="save", **evaluate):
 
 
 @given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 3), st.sampled_from([0.0, 1.0]),
-    st.sampled_from(["eu_loss", "eu_bleu"]),
+    st.lists(st.integers(1, 6) | st.just(math.nan), min_size=1, max_size=12), st.integers(1, 3),
+    st.sampled_from([0.0, 1.0]), st.sampled_from(["eu_loss", "eu_bleu"]),
 )  # fmt: skip
 def test_patience_and_best_are_those_of_transformers(values, patience, delta, metric):
     """The Trainer asks its callback before it updates the best metric."""
@@ -39,14 +40,27 @@ def test_patience_and_best_are_those_of_transformers(values, patience, delta, me
     arguments = SimpleNamespace(metric_for_best_model=metric, greater_is_better=greater)
     for step, value in enumerate(values, 1):
         callback.on_evaluate(arguments, state, control, {f"eval_{metric}": float(value)})
-        best_value = state.best_metric
-        if best_value is None or (value > best_value if greater else value < best_value):
+        if state.best_metric is None:  # as `_determine_best_metric` begins
+            state.best_metric = -math.inf if greater else math.inf
+        if value > state.best_metric if greater else value < state.best_metric:
             state.best_metric, state.best_global_step = float(value), step
         best.add(step, float(value))
         assert (best.step, best.value) == (state.best_global_step, state.best_metric)
         assert best.is_over == control.should_training_stop
         if best.is_over:
             return
+
+
+def test_a_set_of_which_no_token_is_trained_is_refused(monkeypatch):
+    """Its loss would be 0, and its perplexity 1: the best of all."""
+    from train.run import evaluate
+
+    monkeypatch.setattr(evaluate, "rank_part", lambda flat, world: SimpleNamespace(trained=0, labels=[]))
+    rows = type("Rows", (), {"__len__": lambda self: 2, "flat": lambda self, numbers: None})()
+    world = SimpleNamespace(readers=1, reader=0, tensor=1, device="cpu", sums=lambda *sums: sums)
+    trainee = type("Scoring", (), {"eval": lambda self: None, "__call__": lambda self, part, device: 0.0})()
+    with pytest.raises(RefusedError, match=r"none of 2 rows of data\.validation\.eu has a token that is trained"):
+        evaluate.evaluate(trainee, {"eu": rows}, world)
 
 
 def test_a_metric_that_is_not_evaluated_is_refused():

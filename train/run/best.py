@@ -8,6 +8,7 @@ ends, is as in transformers 5.23.0 trainer_callback.py, `EarlyStoppingCallback`,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -27,8 +28,9 @@ class Best:
 
     Attributes:
         metric: name of the compared metric in `evaluations.jsonl`.
-        step: global step of the best evaluation, None before the first.
-        value: the metric at `step`.
+        step: global step of the best evaluation, None before the first that is a number.
+        value: the metric at `step`; infinite before.
+        count: number of evaluations.
         stale: consecutive evaluations that did not improve on the best value by more than `evaluate.min_delta`.
     """
 
@@ -36,15 +38,17 @@ class Best:
         self.metric, self.patience = metric_of(config), config.evaluate.patience
         self.least = config.evaluate.min_delta
         self.step: int | None = None
-        self.value, self.stale = 0.0, 0
+        self.lower = self.metric.endswith(LOSS)
+        self.value, self.stale, self.count = math.inf if self.lower else -math.inf, 0, 0
         for step, value in evaluations:
             self.add(step, value)
 
     def add(self, step: int, value: float) -> bool:
-        """Record an evaluation. Returns whether it is the best so far."""
-        gain = self.value - value if self.metric.endswith(LOSS) else value - self.value
-        first, self.stale = self.step is None, 0 if self.step is None or gain > self.least else self.stale + 1
-        if first or gain > 0:
+        """Record an evaluation. Returns whether it is the best so far, which NaN never is."""
+        gain = self.value - value if self.lower else value - self.value
+        self.stale = 0 if not self.count or gain > self.least else self.stale + 1
+        self.count += 1
+        if gain > 0:
             self.step, self.value = step, value
             return True
         return False
@@ -55,7 +59,8 @@ class Best:
         return self.patience is not None and self.stale >= self.patience
 
     def __str__(self) -> str:
-        return f"{self.metric} {self.value:.6g} at global step {self.step}"
+        at = f" at global step {self.step}" if self.step is not None else ", as no evaluation gave a number"
+        return f"{self.metric} {self.value:.6g}{at}"
 
 
 def metric_of(config: Config) -> str:

@@ -24,6 +24,7 @@ from blake3 import blake3
 from torch.distributed.fsdp import FSDPModule
 
 from converters.common.atomic import write_file
+from formats.errors import RefusedError
 from train.data.parts import rank_part
 from train.data.rows import Rows, check_tokenizer, open_rows
 from train.distributed import World
@@ -54,7 +55,7 @@ class Score(NamedTuple):
     @property
     def loss(self) -> float:
         """Mean loss over labels."""
-        return self.total / max(1, self.tokens)
+        return self.total / self.tokens
 
     @property
     def perplexity(self) -> float:
@@ -108,6 +109,9 @@ def evaluate(
         judge: computes ROUGE and BLEU; None for perplexity only.
         most: maximum of rows a set, None for all.
         alive: called before each row, to reset the watchdog.
+
+    Raises:
+        RefusedError: no token of a set is trained.
     """
     trainee.eval()
     scores = {}
@@ -130,6 +134,12 @@ def evaluate(
                         sums[2:] += judge.sums(flat, predicted.cpu().numpy())
                 sums[:2] += float(loss), part.trained
             total, tokens, *texts = (value / world.tensor for value in world.sums(*sums.tolist()))
+            if not tokens:
+                raise RefusedError(
+                    f"none of {len(chosen)} rows of data.validation.{name} has a token that is trained, so that it has "
+                    "no loss",
+                    "leave the set out, or correct its masks",
+                )
             scores[name] = Score(total, int(tokens), {} if judge is None else judge.scores(texts))
     back_to_training(trainee)
     return scores

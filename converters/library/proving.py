@@ -36,6 +36,7 @@ from formats.errors import OptionNeededError, SourceError, UsageError, Verificat
 from formats.huggingface import folder as huggingface
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.model.spec import ModelSpec, Spec, Verbatim
+from formats.registry import format_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -348,12 +349,13 @@ def require_one_checkpoint(folder: Path, effects: Effects) -> None:
         VerificationError: copies of a tensor differ.
         VitruvianError: the checkpoint cannot be opened.
     """
-    from converters.plan.training_state import optimizer_of
+    from converters.plan.state_jobs import state_jobs
 
     source = effects.open(folder, own_config(folder, effects.settings))
-    _hashed((job for job in plan_reading(source).jobs if job.replicas), effects, checked=False)
-    if "optimizer" in source.state:
-        optimizer_of(source)
+    training, jobs = format_of(source).training, [*plan_reading(source).jobs]
+    if training is not None and training.is_trained(source):
+        jobs += state_jobs(source, training.states(source)[0])
+    _hashed((job for job in jobs if job.replicas or job.twins), effects, checked=False)
 
 
 def _are_weights(state: Checkpoint, checkpoint: Checkpoint) -> bool:

@@ -39,7 +39,7 @@ def resolve_source(path: Path, settings: Settings) -> tuple[Path, Settings, list
     if settings.config is not None:
         named = settings.config
         config = folder_of(named.parent if named.name == "config.json" and named.is_file() else named)
-        yml = config.folder.suffix in (".yml", ".yaml") and config.folder.is_file()
+        yml = config.folder.suffix in (".yml", ".yaml", ".json") and config.folder.is_file()
         if not yml and not any(config.folder.glob("*.y*ml")) and not (config.folder / "config.json").is_file():
             raise UsageError(
                 f"--config {settings.config} is not a folder with a config.json", downloaded(settings.config)

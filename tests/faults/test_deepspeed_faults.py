@@ -413,7 +413,9 @@ def test_numbers_without_a_point(neox, convert, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == 3e-06
 
 
-def test_several_yml_are_merged(neox, convert, tmp_path):
+@pytest.mark.parametrize("name", ["model.yml", "more.json"])
+def test_several_yml_are_merged(neox, convert, tmp_path, name):
+    """NeoX takes files *.json too."""
     run, tag = neox("llama-mha-tp2")
     import yaml
 
@@ -422,14 +424,16 @@ def test_several_yml_are_merged(neox, convert, tmp_path):
     rest = {key: settings.pop(key) for key in ("num_layers", "norm", "rms_norm_epsilon")}
     path.write_text(yaml.safe_dump(settings))
     lines = (f'  # a comment\n  "{key.replace("_", "-")}": {json.dumps(value)},\n' for key, value in rest.items())
-    (tag / "configs" / "model.yml").write_text("{\n" + "".join(lines) + "}\n")
+    (tag / "configs" / name).write_text("{\n" + "".join(lines) + "}\n")
     assert convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101).code == 0
 
 
 def test_two_yml_that_contradict_each_other(neox, check_refusal):
     run, tag = neox("llama-mha-tp2")
-    (tag / "configs" / "z.yml").write_text("num-layers: 7\n")
-    check_refusal(run, 3, "num_layers", "another file")
+    for name in ("z.yml", "z.json"):
+        (tag / "configs" / name).write_text('{"num-layers": 7}\n')
+        check_refusal(run, 3, "num_layers", "another file")
+        (tag / "configs" / name).unlink()
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,10 @@ def test_sound_files_that_make_no_checkpoint_are_not_verified(runs, convert, tmp
     spoil(tmp_path / "experts", lambda stored: stored["model"]["decoder.final_layernorm.weight"].mul_(2))
     ran = convert("verify", tmp_path / "experts")
     assert (ran.code, "differs between its copies in 1 of 1 places" in ran.err) == (6, True), ran.err
-    next((tmp_path / "distributed").rglob("distrib_optim.pt")).unlink()
+    ours, theirs = sorted((tmp_path / "distributed").rglob("distrib_optim.pt"))
+    shutil.copy(ours, theirs)
+    ran = convert("verify", tmp_path / "distributed")
+    assert (ran.code, "are not the rounded FP32 master weights of" in ran.err) == (6, True), ran.err
+    ours.unlink()
     ran = convert("verify", tmp_path / "distributed")
     assert (ran.code, "holds no distrib_optim.pt, which model_optim_rng.pt says there is" in ran.err) == (3, True)

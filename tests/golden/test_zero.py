@@ -199,6 +199,19 @@ def test_a_universal_checkpoint_of_swapped_partitions(convert, tmp_path, swapped
     refused(convert("zero2universal", swapped(kind), tmp_path / "out"), 6, "are not the rounded FP32 master weights")
 
 
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16-optimizer"])
+def test_verify_looks_at_the_optimizer(made, convert, swapped, kind):
+    """All files have the CRC-32 of their parts."""
+    ran = convert("verify", made(TWO) / kind, "--config", made(TWO) / "hf")
+    assert (ran.code, ran.err) == (0, "")
+    folder = swapped(kind)
+    ran = convert("verify", folder, "--config", made(TWO) / "hf")
+    refused(ran, 6, "are not the rounded FP32 master weights")
+    next(folder.glob("*/*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
+    ran = convert("verify", folder, "--config", made(TWO) / "hf")
+    refused(ran, 3, "lacks the optimizer states of data parallel ranks 1 of 2")
+
+
 @pytest.mark.parametrize("files", ["*optim_states.pt", "*model_states.pt"])
 def test_files_of_stage_3_that_were_swapped(made, convert, tmp_path, swapped, files):
     """Nothing can be compared with them: their own names are all that tells."""

@@ -2,7 +2,7 @@
 
     TAG/mp_rank_{tp:02d}_model_states.pt               sequential (pipe_parallel_size 0): keys sequential.{i}.*
     TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt   pipeline: the same keys without sequential.{i}.
-    TAG/configs/*.yml                                  the settings
+    TAG/configs/*.yml, *.json                          the settings
     TAG/zero/{parameter}/                              a universal checkpoint
 
 The tensors of the modules are in `tables.py`. Facts: EleutherAI/gpt-neox at ea7aefd8, megatron/checkpointing.py; the
@@ -44,6 +44,9 @@ from formats.torch_files.pickle_values import Namespace
 NAME = NEOX.name
 UNIVERSAL = "a universal checkpoint of GPT-NeoX"
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
+YAML, CONFS = (".yml", ".yaml"), (".yml", ".yaml", ".json")
+"""Suffixes of files with settings: in a folder that the user names, and in that in which NeoX saves the files that it
+was started with (megatron/neox_arguments/arguments.py `from_ymls`; JSON is YAML)."""
 STATE = ("optimizer", "lr_scheduler", "random_rng_state")
 """Entries of the training state in the model files, beside the model."""
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps")
@@ -416,7 +419,8 @@ def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
         place = given
         if not place.exists():
             raise SourceError(f"{place} is not there", "--config names the yml of the run, or a folder with it")
-    paths = [place] if place.is_file() else sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
+    suffixes = YAML if place == given else CONFS
+    paths = [place] if place.is_file() else sorted(path for path in place.glob("*") if path.suffix in suffixes)
     if not paths:
         raise OptionNeededError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
     return read_yml(paths), str(paths[0] if len(paths) == 1 else place)

@@ -37,6 +37,7 @@ from formats.huggingface import folder as huggingface
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.registry import format_of
+from formats.torch_files import dcp
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -346,15 +347,17 @@ def require_one_checkpoint(folder: Path, effects: Effects) -> None:
 
     Raises:
         SourceError: files are missing, or are not those of one save.
-        VerificationError: copies of a tensor differ.
+        VerificationError: copies of a tensor differ, or FP32 master weights are not those of the model.
         VitruvianError: the checkpoint cannot be opened.
     """
     from converters.plan.state_jobs import state_jobs
 
     source = effects.open(folder, own_config(folder, effects.settings))
     training, jobs = format_of(source).training, [*plan_reading(source).jobs]
-    if training is not None and training.is_trained(source):
-        jobs += state_jobs(source, training.states(source)[0])
+    listed = (source.home / dcp.METADATA).is_file()  # it lists all pieces of an optimizer, and their files
+    if training is not None and not listed and training.is_trained(source):
+        masters = {state: of for state, of in training.states(source)[0].items() if state == "fp32"}
+        jobs += state_jobs(source, masters)
     _hashed((job for job in jobs if job.replicas or job.twins), effects, checked=False)
 
 

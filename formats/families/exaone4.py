@@ -17,7 +17,6 @@ FAMILY = Family(
     requires={"hidden_act": "silu"},
     window="sliding_window",
     window_default=4096,
-    nulls=("sliding_window",),
     own={"layer_types": None, "sliding_window_pattern": None},
     only_here="megatron-core has no norms after attention and MLP",
 )

@@ -34,11 +34,6 @@ def _windowed(m: ModelSpec) -> bool:
     return m.full_layers not in (None, (*range(m.layers),))
 
 
-def _names_windows(family: Family) -> bool:
-    """Whether a config says which layers have a window, and a model has the width of one even if no layer has it."""
-    return "layer_types" in {*family.own, *family.keys.values()} and family.window not in ("", *family.nulls)
-
-
 def _produced(m: ModelSpec) -> bool:
     """Whether layers with a sliding window, and layers without, each include one with keys and values of its own."""
     full, reusing = {*(m.full_layers or ())}, {*(m.reusing_layers or ())}
@@ -86,9 +81,6 @@ CHECKS = (
           "a {m.family} has no sliding window"),
     Check(SourceError, lambda m, family: not m.sliding_window and family.window and _windowed(m),
           "it has layers with a sliding window, and does not say how wide that is"),
-    Check(UnsupportedError, lambda m, family: not m.sliding_window and _names_windows(family),
-          "transformers computes no {m.family} without the width of a sliding window, although no layer has one: any "
-          "will do, --set sliding_window=4096"),
     Check(UnsupportedError, lambda m, _: not m.sparse_layers,
           "none of {m.layers} layers has experts, that is no {m.family}", "moe"),
     Check(SourceError, lambda m, _: (m.experts or 0) * m.layers > MOST_EXPERTS,

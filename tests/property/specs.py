@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from formats.families.family import Family
 from formats.huggingface.layers import FULL, SLIDING
 from formats.huggingface.settings_table import LINES, USUAL
-from formats.model.checks import _names_windows, checked
+from formats.model.checks import checked
 from formats.model.settings import CHOICES, LISTS, TYPES
 from formats.model.spec import ModelSpec
 
@@ -121,7 +121,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
         "max_positions": draw(POSITIONS),
         "norm_epsilon": draw(st.sampled_from([*[epsilon] * 3, 1e-5, 3e-4])),
         "tied": draw(st.sampled_from([False, False, True])),
-        "sliding_window": draw(SIZE if _names_windows(family) else SIZE | st.none()) if family.window else None,
+        "sliding_window": draw(SIZE | st.none() | SIZE.map(lambda size: 2 * size)) if family.window else None,
         "biases": family.biases_of({key: draw(st.booleans()) if biased is None else biased for key in family.biases}),
         "own": {key: draw(config_value(key, default, layers)) for key, default in family.own.items()},
     }

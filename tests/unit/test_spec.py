@@ -460,13 +460,11 @@ def test_windows_in_some_layers_have_three_spellings():
     assert from_megatron(to_megatron(every), {}, None, "args").family == "mistral"
     with pytest.raises(RefusedError, match=r"describes a model like cwm or ministral, its config a mistral"):
         from_megatron(args, {}, from_huggingface(config("mistral"), {}, "config.json"), "args")
-    whole = from_huggingface(config("cwm") | {"layer_types": ["full_attention"] * 4}, {}, "config.json")
-    assert to_megatron(whole)["window_attn_skip_freq"] == [0] * 4
+    none = config("cwm") | {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    whole = from_huggingface(none, {}, "config.json")
+    assert to_megatron(whole)["window_size"] is None
     assert from_megatron(to_megatron(whole), {}, whole, "args") == whole
-    args = to_megatron(whole) | {"window_size": None}
-    with pytest.raises(UnsupportedError, match=r"no cwm without the width of a sliding window.* --set sliding_window="):
-        from_megatron(args, {}, whole, "args")
-    assert from_megatron(args, {}, None, "args").family == "llama"
+    assert from_megatron(to_megatron(whole), {}, None, "args").family == "llama"
 
 
 @pytest.mark.parametrize(

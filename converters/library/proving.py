@@ -353,11 +353,11 @@ def require_one_checkpoint(folder: Path, effects: Effects) -> None:
     from converters.plan.state_jobs import state_jobs
 
     source = effects.open(folder, own_config(folder, effects.settings))
-    training, jobs = format_of(source).training, [*plan_reading(source).jobs]
+    training, masters = format_of(source).training, dict[str, Checkpoint]()
     listed = (source.home / dcp.METADATA).is_file()  # it lists all pieces of an optimizer, and their files
-    if training is not None and not listed and training.is_trained(source):
+    if training is not None and not listed and training.is_trained(source):  # also where the vocabulary is unknown
         masters = {state: of for state, of in training.states(source)[0].items() if state == "fp32"}
-        jobs += state_jobs(source, masters)
+    jobs = [*plan_reading(source).jobs, *state_jobs(source, masters)]
     _hashed((job for job in jobs if job.replicas or job.twins), effects, checked=False)
 
 

@@ -185,13 +185,15 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
         SourceError: the files do not belong together, or some are missing.
         VerificationError: copies of a tensor differ.
     """
-    from converters.library.proving import require_one_checkpoint
+    from converters.library.proving import own_config
+    from converters.prove.belonging import require_one_checkpoint
     from formats.registry import is_known
 
     if not is_known(folder):
         return f"{folder} is not a checkpoint of a known format"
     try:
-        require_one_checkpoint(folder, _effects(options, quiet=True))
+        effects = _effects(options, quiet=True)
+        require_one_checkpoint(effects.open(folder, own_config(folder, effects.settings)), effects.limits)
     except (OptionNeededError, RefusedError, UnsupportedError, UsageError) as error:
         return str(error)
     return None

@@ -36,8 +36,6 @@ from formats.errors import OptionNeededError, SourceError, UsageError, Verificat
 from formats.huggingface import folder as huggingface
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.model.spec import ModelSpec, Spec, Verbatim
-from formats.registry import format_of
-from formats.torch_files import dcp
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -340,25 +338,6 @@ def _verified(
     counted = len({*here, *there} - left_out)
     totals = total({name: digest for name, digest in here.items() if name in weights}), total(against)
     return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes))
-
-
-def require_one_checkpoint(folder: Path, effects: Effects) -> None:
-    """Refuse files that are sound, and make no checkpoint together: those of several trainings, or not all of them.
-
-    Raises:
-        SourceError: files are missing, or are not those of one save.
-        VerificationError: copies of a tensor differ, or FP32 master weights are not those of the model.
-        VitruvianError: the checkpoint cannot be opened.
-    """
-    from converters.plan.state_jobs import state_jobs
-
-    source = effects.open(folder, own_config(folder, effects.settings))
-    training, masters = format_of(source).training, dict[str, Checkpoint]()
-    listed = (source.home / dcp.METADATA).is_file()  # it lists all pieces of an optimizer, and their files
-    if training is not None and not listed and training.is_trained(source):  # also where the vocabulary is unknown
-        masters = {state: of for state, of in training.states(source)[0].items() if state == "fp32"}
-    jobs = [*plan_reading(source).jobs, *state_jobs(source, masters)]
-    _hashed((job for job in jobs if job.replicas or job.twins), effects, checked=False)
 
 
 def _are_weights(state: Checkpoint, checkpoint: Checkpoint) -> bool:

@@ -1,0 +1,28 @@
+"""Whether sound files make one checkpoint together: all of it, equal copies, and the optimizer of these weights."""
+
+from __future__ import annotations
+
+from converters.move.engine import digest_of
+from converters.plan.request import Limits
+from converters.plan.state_jobs import state_jobs
+from converters.plan.targets import plan_reading
+from formats.checkpoint import Checkpoint
+from formats.registry import format_of
+from formats.torch_files import dcp
+
+
+def require_one_checkpoint(source: Checkpoint, limits: Limits) -> None:
+    """Refuse files of several trainings, or not all files of one. Copies and FP32 master weights are read.
+
+    Raises:
+        SourceError: files are missing, or are not those of one save.
+        VerificationError: copies of a tensor differ, or FP32 master weights are not those of the model.
+        RefusedError: the vocabulary is unknown, so that copies cannot be compared.
+        UnsupportedError: the optimizer is of a kind that is not read.
+    """
+    training, masters = format_of(source).training, dict[str, Checkpoint]()
+    listed = (source.home / dcp.METADATA).is_file()  # it lists all pieces of an optimizer, and their files
+    if training is not None and not listed and training.is_trained(source):  # also where the vocabulary is unknown
+        masters = {state: of for state, of in training.states(source)[0].items() if state == "fp32"}
+    jobs = [*plan_reading(source).jobs, *state_jobs(source, masters)]
+    digest_of([job for job in jobs if job.replicas or job.twins], limits, checked=False)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from formats.disk.handle import dangling
+from formats.disk.safetensors import file_size
+from formats.disk.stamps import Stamp, stamp_of
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.torch_files.saved_names import LAYER, MODEL, MODEL_OF_STAGE_3
 
@@ -48,15 +50,12 @@ def value_of(file: Path) -> Any:
     Raises:
         SourceError: the file cannot be read; further errors are those of `read_torch`.
     """
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise SourceError(f"{file}: {error.strerror}") from None
-    return _value_of(file, status.st_size, status.st_mtime_ns)
+    file_size(file)
+    return _value_of(file, stamp_of(file))
 
 
 @lru_cache(maxsize=8)
-def _value_of(file: Path, *_: int) -> Any:
+def _value_of(file: Path, _: Stamp) -> Any:
     from formats.torch_files.archive import read_torch
 
     return read_torch(file).value

@@ -17,6 +17,7 @@ import numpy as np
 
 from formats.disk.handle import is_remote
 from formats.disk.safetensors import MAX_DIMENSIONS, file_size
+from formats.disk.stamps import Stamp, stamp_of
 from formats.errors import SourceError, short
 from formats.layout.columns import Boxes, Ints
 from formats.layout.columns import boxes as equal_boxes
@@ -138,12 +139,11 @@ def read(file: Path) -> Metadata:
     """
     if file_size(file) > MAX_METADATA:
         raise SourceError(f"{file} has {file_size(file)} bytes, too many for metadata")
-    stat = file.stat()
-    return _read(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return _read(file, stamp_of(file))
 
 
 @lru_cache(maxsize=2)
-def _read(file: Path, *_: int) -> Metadata:
+def _read(file: Path, _: Stamp) -> Metadata:
     rows = Reader({CHUNK: CHUNK, EXTENT: INDEX}, FIELDS)
     value = loads(_content(file), str(file), rows)
     if not isinstance(value, Opaque) or value.name not in CLASSES or not isinstance(value.state, dict):

@@ -17,6 +17,7 @@ tests (`tests/property/test_settings.py`) go through every row in both direction
     (none), same            the value                                             the value
     opposite                not the value                                         not the value
     = VALUE                 VALUE (JSON), also where the key is absent; refuses others    VALUE
+    stated VALUE            VALUE (JSON); refuses others, and an absent key       VALUE
     write VALUE             nothing                                               VALUE (JSON)
     default VALUE           the value; VALUE (JSON) where it is absent or null    the value
     default heads           the same, with the number of heads                    the value
@@ -136,6 +137,21 @@ def choice(*spellings: tuple[Any, Any]) -> Maker:
     return of
 
 
+def stated(value: Any) -> Maker:
+    """A codec of one key that has to be there, with one value: what the framework takes without it is another."""
+
+    def of(key: str) -> Codec:
+        def read(spelled: Any, context: Context) -> Any:
+            if not equal(spelled, value):
+                present = "is not there" if spelled is None else f"= {short(spelled)}"
+                raise UnsupportedError(f"{context.where}: {key} {present}; of such a model only {value!r} is supported")
+            return value
+
+        return scalar(key, read, lambda *_: value)
+
+    return of
+
+
 def fixed(*allowed: Any, error: Callable[[Any, Context], RefusedError]) -> Maker:
     """A codec of a setting without a key: reads the first of the allowed values, writes nothing.
 
@@ -167,6 +183,7 @@ CODECS: Mapping[str, Maker] = {
 """The codecs that every table has, by name."""
 WITH_VALUE: Mapping[str, Callable[[Any], Maker]] = {
     "=": lambda value: choice((value, value)),
+    "stated": stated,
     "write": lambda value: single(lambda *_: None, lambda *_: value),
     "default": lambda value: default(lambda _: value),
 }

@@ -88,6 +88,15 @@ def test_a_key_with_one_value_refuses_others():
         read(COMMON, spelled | {"norm": "layer"}, (), "args")
 
 
+def test_a_key_that_has_to_be_there():
+    table = rows("-    offset    stated 1.0", {})
+    assert write(table, {}, (), "args") == {"offset": 1.0}
+    assert read(table, {"offset": 1}, (), "args") == {}
+    for spelled, present in (({"offset": 0.0}, "= 0.0"), ({}, "is not there"), ({"offset": None}, "is not there")):
+        with pytest.raises(UnsupportedError, match=f"args: offset {present}; of such a model only 1.0 is supported"):
+            read(table, spelled, (), "args")
+
+
 def test_a_codec_that_no_table_has():
     with pytest.raises(KeyError):
         rows("layers    num_layers    squared", {})

@@ -753,6 +753,17 @@ def test_what_gpt_oss_does_not_compute_is_refused(changes, reason):
         from_megatron(args | changes, {}, None, "args")
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("gpt_oss-tied", "glu_linear_offset"), ("gpt_oss-tied", "quick_geglu"), ("qwen3_next", "attention_output_gate")],
+)
+def test_an_argument_without_which_megatron_computes_another_model_has_to_be_there(family, name):
+    args = dict(to_megatron(from_huggingface(config(family), {}, "config.json")))
+    del args[name]
+    with pytest.raises(UnsupportedError, match=f"{name} is not there"):
+        from_megatron(args, {}, None, "args")
+
+
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 3,
     "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,

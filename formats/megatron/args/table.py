@@ -102,7 +102,7 @@ index_pairs        dsa_indexer_rope_interleaved                    required flag
 -                  dsa_indexer_rotate_activation                   any, write false             indexed
 -                  dsa_indexer_k_norm_fp32                         any, write false             indexed
 -                  experimental_attention_variant                  = "gated_delta_net"          recurrent
--                  attention_output_gate                           = true                       recurrent
+-                  attention_output_gate                           stated true                  recurrent
 centred            apply_layernorm_1p layernorm_zero_centered_gamma  any of two flags           recurrent
 recurrent_layers   linear_attention_freq                           linear layers                recurrent
 linear_key_heads   linear_num_key_heads                            same                         recurrent
@@ -123,8 +123,8 @@ state_dim          mamba_head_dim                                  same         
 state_groups       mamba_num_groups                                same                         state
 state_heads        mamba_num_heads                                 default 2 hidden / state_dim  state
 taps               -                                               must be 4                    state
--                  quick_geglu                                     = true                       sinks
--                  glu_linear_offset                               = 1.0                        sinks
+-                  quick_geglu                                     stated true                  sinks
+-                  glu_linear_offset                               stated 1.0                   sinks
 -                  softmax_type                                    = "learnable"                sinks
 -                  bias_gelu_fusion                                any, write true              sinks
 swiglu_alpha       -                                               must be 1.702                sinks

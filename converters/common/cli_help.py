@@ -44,13 +44,26 @@ class Finite(click.FloatRange):
 
 
 class Helped(click.Command):
-    """A command whose help lists options under titles where there are many."""
+    """A command whose help lists options under titles where there are many, and whose paths are not named twice."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for option in self.params:
             if isinstance(option, click.Option) and isinstance(option.type, click.IntRange | click.types.IntParamType):
                 option.metavar = option.metavar or "N"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments; a second path for an option is refused, where click takes the last one without a word.
+
+        Raises:
+            UsageError: an option that takes one path is named more than once.
+        """
+        _, _, named = self.make_parser(ctx).parse_args(list(args))
+        paths = [option for option in named if isinstance(option, click.Option) and isinstance(option.type, click.Path)]
+        for option in paths:
+            if paths.count(option) > 1 and not option.multiple and not ctx.resilient_parsing:
+                raise click.UsageError(f"{option.opts[0]} is given twice, and takes one path.", ctx)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of the help."""

@@ -45,6 +45,15 @@ def test_usage_errors_are_2(convert, argv):
     assert convert(*argv).code == 2
 
 
+def test_a_second_path_for_one_option_is_refused(convert, train):
+    """GPT-NeoX itself takes several files, where click takes the last one without a word."""
+    for ran, option in (
+        (convert("neox2hf", "NEOX", "OUT", "--config", "model.yml", "--config=run.yml"), "--config"),
+        (train("bench", "HF", "--out", "A", "--out", "A"), "--out"),
+    ):
+        assert (ran.code, f"{option} is given twice, and takes one path" in ran.err) == (2, True), ran.err
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -8,7 +8,7 @@ Facts: deepspeed/runtime/engine.py `_save_checkpoint` and `_get_zero_param_shape
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -19,7 +19,7 @@ from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import universal
 from formats.deepspeed.flat_pieces import flat_piece, whole_of
 from formats.deepspeed.partitions import flat_fragment
-from formats.disk.safetensors import FLOATS, Fragment
+from formats.disk.safetensors import FLOATS, Fragment, read_bytes
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Piece
 from formats.layout.pieces import Scattered, single_piece, whole_part
@@ -36,6 +36,8 @@ TIES = ("global_steps", "global_samples", "skipped_steps")
 The partitions have Adam's step (`partitions.py`)."""
 OF_RANK = (*TIES, "mp_world_size", "frozen_param_fragments")
 """Entries that are kept of all model files of stage 3 but the first, since a thousand whole files are a gigabyte."""
+SAMPLE = 1 << 16
+"""The most bytes of parameters that are compared to tell them apart."""
 MIXED = "the file was changed, or put together of two: copy those of one save again"
 
 
@@ -288,14 +290,17 @@ def unpartitioned_states(
 
     Each state is assigned to the first parameter of its shape that is left. The comparison of the FP32 master weights
     with the module proves that this is right, also if moments are asked for: `converters/move/replicas.py` does not let
-    the user switch it off.
+    the user switch it off. It proves nothing of parameters that are equal in the module, as norms of a young model are:
+    those of one group are taken in the order of the module.
 
     Raises:
         SourceError: there are no states, or they fit no parameter.
-        UnsupportedError: there are no master weights, without which the parameter of a moment is not known.
+        UnsupportedError: there are no master weights, without which the parameter of a moment is not known; or
+            parameters are equal, and of several groups.
     """
     try:
         groups = _whole_groups(file, state)
+        _require_told_apart(file, [{ref.shape for ref in group} for group in groups], modules)
         remaining = dict(modules)
         for ref in (ref for group in groups for ref in group):
             name = next(name for name, candidate in remaining.items() if candidate.shape == ref.shape)
@@ -306,6 +311,24 @@ def unpartitioned_states(
         raise SourceError(
             f"{file.path} holds no {state} of its parameters in a form that is known", "take --weights module"
         ) from None
+
+
+def _require_told_apart(file: TorchFile, groups: Sequence[Set[tuple[int, ...]]], modules: Mapping[str, Fragment]) -> None:
+    """Refuse parameters of a shape that several groups have, where the module begins with the same elements.
+
+    Raises:
+        UnsupportedError: there are such parameters.
+    """
+    first: dict[tuple[tuple[int, ...], bytes], str] = {}
+    for name, fragment in modules.items():
+        if sum(fragment.shape in shapes for shapes in groups) > 1:
+            sample = read_bytes(fragment.path, fragment.offset, min(SAMPLE, fragment.nbytes))
+            if (other := first.setdefault((fragment.shape, sample), name)) != name:
+                raise UnsupportedError(
+                    f"{file.path} is of stage 0, which names no states, and {short(other)} and {short(name)} are equal "
+                    "in its module: with several groups of parameters nobody can tell whose state is whose",
+                    "take --weights module",
+                )
 
 
 def _whole_groups(file: TorchFile, state: str) -> list[list[TensorRef]]:

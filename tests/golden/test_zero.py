@@ -255,6 +255,33 @@ def test_stage_0_with_its_groups_in_another_order(made, convert, tmp_path):
         refused(ran, 6, "are not the rounded FP32 master weights")
 
 
+def test_stage_0_with_equal_parameters_in_several_groups(made, convert, tmp_path):
+    """As with a learning rate for each layer. The norms round to the same numbers, and their master weights differ."""
+    import shutil
+
+    import torch
+
+    folder = shutil.copytree(made(TWO) / "zero0", tmp_path / "zero0")
+    path = next(folder.glob("*/mp_rank_00_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    inner, groups = state["optimizer"]["optimizer_state_dict"], state["optimizer"]["fp32_groups"]
+    for tensor in state["module"].values():
+        if tensor.ndim == 1:
+            tensor.fill_(1.0)
+    _, norms = groups  # of matrices, and of all else
+    for number, master in enumerate(norms):
+        master.data.fill_(1.0 + 1e-5 * number)
+    group = inner["param_groups"][1]
+    inner["param_groups"].insert(0, group | {"params": [group["params"].pop()]})
+    groups.insert(0, [norms.pop()])
+    torch.save(state, path)
+    options = ("--config", made(TWO) / "hf")
+    for weights in STATES:
+        ran = convert("zero2hf", folder, tmp_path / "out", *options, "--weights", weights)
+        refused(ran, 4, "are equal in its module", "nobody can tell whose state is whose")
+    assert convert("zero2hf", folder, tmp_path / "out", *options, "--weights", "module").code == 0
+
+
 def test_files_of_two_saves(made, convert, tmp_path):
     """A rank of another stage, and one that has made another number of steps."""
     import shutil

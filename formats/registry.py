@@ -53,6 +53,8 @@ KNOWN_TO = {
 """Field of `Settings` that not every reader knows: the formats whose readers do."""
 ITERATION = re.compile(r"iter_\d+|release")
 """The name of a checkpoint folder in a run of Megatron."""
+NUMBER = re.compile(r"\d+")
+"""The name of a checkpoint folder in a run of nanotron."""
 SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
 """The name of a shard of a Hugging Face folder, which has an index beside it."""
 MOST_FOLDERS = 64
@@ -196,7 +198,8 @@ def steps(run: Path) -> list[str]:
     from formats.fsdp import runs
 
     names = sorted(path.name for path in run.iterdir() if path.is_dir())
-    return [name for name in names if ITERATION.fullmatch(name) or runs.STEPS.fullmatch(name)]
+    named = (ITERATION, runs.STEPS, NUMBER)
+    return [name for name in names if any(pattern.fullmatch(name) for pattern in named)]
 
 
 def _check_assets(checkpoint: Checkpoint, path: Path) -> None:

@@ -21,11 +21,12 @@ from formats.checkpoint import Checkpoint
 from formats.deepspeed.folders import LATEST
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, count, some
+from formats.huggingface.nanotron import checkpoint as nanotron
 from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
 from formats.registry import format_of, steps
 
-TRACKERS = (TRACKER, LATEST)
+TRACKERS = (TRACKER, LATEST, nanotron.LATEST)
 """Files in which a run names its latest checkpoint."""
 TOLERANCE = 1e-6
 """How far the sum of the weights may be from 1, since weights are given with a few digits."""
@@ -86,8 +87,8 @@ def last_of(run: Path, count: int) -> list[Path]:
 
     Raises:
         SourceError: the run is no folder, or holds fewer checkpoints.
-        RefusedError: the tracker of the run names an older checkpoint than the newest, whose save was cut short or
-            taken back.
+        RefusedError: the checkpoints count different things, such as steps and epochs; or the tracker of the run names
+            an older checkpoint than the newest, whose save was cut short or taken back.
     """
     if not run.is_dir():
         raise SourceError(f"{run} is not a folder", "name the run, in which the checkpoints are")
@@ -95,6 +96,12 @@ def last_of(run: Path, count: int) -> list[Path]:
     names = [name for _, name in sorted(named)]
     if len(names) < count:
         raise SourceError(f"{run} holds {len(names)} checkpoints, --last asks for {count}", some(names, 6))
+    first_of = {name.rstrip("0123456789"): name for name in names}
+    if len(first_of) > 1:
+        raise RefusedError(
+            f"{run} holds {' and '.join(list(first_of.values())[:2])}, and nobody can tell which is newer",
+            "name the checkpoints that are meant, each for itself",
+        )
     for tracker in (run / name for name in TRACKERS if (run / name).is_file()):
         latest = re.search(r"\d+$", tracker.read_text(errors="replace").strip())
         if latest and int(latest[0]) < max(named)[0]:

@@ -313,7 +313,9 @@ def unpartitioned_states(
         ) from None
 
 
-def _require_told_apart(file: TorchFile, groups: Sequence[Set[tuple[int, ...]]], modules: Mapping[str, Fragment]) -> None:
+def _require_told_apart(
+    file: TorchFile, groups: Sequence[Set[tuple[int, ...]]], modules: Mapping[str, Fragment]
+) -> None:
     """Refuse parameters of a shape that several groups have, where the module begins with the same elements.
 
     Raises:

@@ -140,6 +140,20 @@ def test_the_newest_of_a_run(three, convert, tmp_path):
     (run / "latest").write_text("checkpoint-10\n")
     ran = convert("average", run, tmp_path / "more", "--last", 2)
     assert (ran.code, "says that 10 is the latest checkpoint, and checkpoint-11 is there too" in ran.err) == (5, True)
+    (run / "checkpoint-9").rename(run / "epoch_1")
+    ran = convert("average", run, tmp_path / "more", "--last", 2)
+    assert (ran.code, "epoch_1 and checkpoint-11, and nobody can tell which is newer" in ran.err) == (5, True), ran.err
+
+
+def test_the_newest_of_nanotron(three, convert, tmp_path):
+    run = tmp_path / "run"
+    for number, folder in enumerate(three):
+        assert convert("hf2nanotron", folder, run / f"{9 + number}").code == 0
+    assert convert("average", run, tmp_path / "out", "--last", 2).code == 0
+    equal(tmp_path / "out", expected(three[1:], [0.5, 0.5]), "fp32")
+    (run / "latest.txt").write_text("10")
+    ran = convert("average", run, tmp_path / "more", "--last", 2)
+    assert (ran.code, "says that 10 is the latest checkpoint, and 11 is there too" in ran.err) == (5, True), ran.err
 
 
 def test_other_tokenizers_and_other_tokens_are_told(three, convert, tmp_path):

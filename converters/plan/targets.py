@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from formats.errors import RefusedError, UnsupportedError, UsageError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.huggingface import folder as huggingface
+from formats.huggingface.config import dropouts
 from formats.layout.table import MTP
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Spec, Verbatim
@@ -93,6 +94,7 @@ def plan_huggingface(
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, same, further)
     config = assets.config_text(source, _cast_to(request), spec)
     notes += agreement.notes(saved, spec, config)
+    notes += _dropout_notes(source, dropouts(json.loads(config)))
     if quantization:
         config = with_config(config, quantization)
     texts |= {**target.texts, "config.json": config}
@@ -218,7 +220,8 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
 
     spec = _in_tables(source, "GPT-NeoX")
     plan = _run(source, request, partial(writer.write, options=options), "GPT-NeoX")
-    return replace(plan, notes=() if isinstance(source.details, neox.Neox) else yml.window_notes(spec))
+    own = isinstance(source.details, neox.Neox)
+    return replace(plan, notes=() if own else (*yml.window_notes(spec), *_dropout_notes(source, {})))
 
 
 def plan_mds(
@@ -230,7 +233,8 @@ def plan_mds(
     """
     from formats.deepspeed.mds import writer
 
-    return _run(source, request, partial(writer.write, options=options, resumed=resumed), "Megatron-DeepSpeed")
+    plan = _run(source, request, partial(writer.write, options=options, resumed=resumed), "Megatron-DeepSpeed")
+    return replace(plan, notes=tuple(_dropout_notes(source, {})))
 
 
 def plan_nanotron(
@@ -254,7 +258,8 @@ def plan_nanotron(
     config = json.loads(assets.config_text(source, None))
     options = {"vocab_multiple": vocab_multiple, "config": config, "optimizer": trained}
     write = partial(writer.write, **options, topology=topology or writer.ONE_RANK)
-    return replace(_run(source, request, write, "nanotron"), notes=special_tokens.notes(config))
+    notes = *special_tokens.notes(config), *_dropout_notes(source, {})
+    return replace(_run(source, request, write, "nanotron"), notes=notes)
 
 
 def _run(source: Checkpoint, request: Request, write: Callable[[Path, ModelSpec, Dtypes], Target], name: str) -> Plan:
@@ -264,6 +269,18 @@ def _run(source: Checkpoint, request: Request, write: Callable[[Path, ModelSpec,
     target = write(request.root, spec, cast_dtypes(source, request.cast))
     texts, copies = _inside(source, request, ASSETS)
     return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+
+
+def _dropout_notes(source: Checkpoint, written: Mapping[str, float]) -> Iterator[str]:
+    """Notes on the dropout of a training, where the output does not name it.
+
+    Args:
+        source: the checkpoint, whose yml or config names it.
+        written: the dropout probabilities of the output, under the names of Megatron's arguments.
+    """
+    for name, value in assets.dropouts_of(source).items():
+        if value != written.get(name, 0):
+            yield f"{name} = {value:g} of the source is not among the settings of the output: it is a training's choice"
 
 
 def _in_tables(source: Checkpoint, name: str) -> ModelSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -120,3 +121,15 @@ def test_a_window_is_counted_in_either_way(model, convert, tmp_path):
     ran = convert("neox2hf", tmp_path / "run", tmp_path / "other")
     assert ran.code == 5
     assert "sliding_window: 10 | 8" in ran.err
+
+
+def test_dropout_that_the_output_does_not_name_is_told(model, convert, tmp_path):
+    source = model("gpt_neox", hidden_dropout=0.1)
+    note = "note: hidden_dropout = 0.1 of the source is not among the settings of the output"
+    assert note in convert("hf2neox", source, tmp_path / "run").err
+    (path,) = (tmp_path / "run").glob("*/configs/*.yml")
+    path.write_text(path.read_text() + "hidden_dropout: 0.1\n")
+    assert note not in convert("neox2hf", tmp_path / "run", tmp_path / "back").err, "its config.json is in the run"
+    assert note not in convert("reshard", tmp_path / "run", tmp_path / "again", "--tp", 2).err
+    shutil.rmtree(tmp_path / "run" / "huggingface")
+    assert note in convert("neox2hf", tmp_path / "run", tmp_path / "alone").err

@@ -73,13 +73,14 @@ class Checkpoint:
             require_family(family, self.source)
         self.stamps = {file: self.source.stamps.get(file) or _stamp(file) for file in self.source.files}
 
-    def unchanged(self) -> None:
-        """Refuse files that have changed since the checkpoint was opened.
+    def unchanged(self, *files: Path) -> None:
+        """Refuse files that have changed since the checkpoint was opened: those that are named, else all.
 
         Raises:
             SourceError: a file was written or replaced.
         """
-        changed = [str(file) for file, stamp in self.stamps.items() if _stamp(file) != stamp]
+        own = [file for file in files or self.stamps if file in self.stamps]
+        changed = [str(file) for file in own if _stamp(file) != self.stamps[file]]
         if changed:
             raise SourceError(
                 f"{len(changed)} files of {self.path} have changed since it was opened, such as {changed[0]}",

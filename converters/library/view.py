@@ -64,14 +64,15 @@ class Reader:
         plan: the plan.
         target: the target that the plan would write.
         limits: threads, memory, and the replica policy.
-        unchanged: called before and after reading; it raises if the source has changed since it was opened.
+        unchanged: called before and after reading, and with each file that was read from; it raises if the source has
+            changed since it was opened.
     """
 
-    def __init__(self, plan: Plan, target: Target, limits: Limits, unchanged: Callable[[], None]) -> None:
+    def __init__(self, plan: Plan, target: Target, limits: Limits, unchanged: Callable[..., None]) -> None:
         self.jobs = {job.name: job for job in plan.jobs}
         self.repeats, self.limits, self.unchanged = target.padding == "last", limits, unchanged
         self.checks = SourceChecks(plan.jobs, limits.replicas)
-        self.files, self.buffers = Files(checks=self.checks), buffers_of(limits)
+        self.files, self.buffers = Files(checks=self.checks, unchanged=unchanged), buffers_of(limits)
         self.files.__enter__()
         self.condition, self.reading, self.closed = threading.Condition(), 0, False
         self.begun, self.process = False, os.getpid()

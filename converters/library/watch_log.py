@@ -23,6 +23,9 @@ PLACE, LOG = ".watch", "log.jsonl"
 BEGIN = b'{"time": '
 """The beginning of each line of the log."""
 
+OF_A_NODE = ("threads", "memory")
+"""The options that may differ between watches that share their work: they change no byte."""
+
 Record = Mapping[str, Any]
 
 
@@ -96,7 +99,8 @@ def begin(watch: Watch, *, anew: bool = True) -> None:
 
 def _asked(watch: Watch) -> Record:
     """The facts that two watches have to agree on to share their work."""
-    options = json.loads(json.dumps(watch.options, default=str))
+    options = {name: value for name, value in watch.options.items() if name not in OF_A_NODE}
+    options = json.loads(json.dumps(options, default=str))
     return {"run": str(watch.run), "push": watch.push, "options": options}
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -45,6 +45,7 @@ class Files:
         locks: locked descriptors, which every process that writes these files keeps.
         scratch: where chunks are decoded.
         turns: the turns of those that write to one file.
+        unchanged: called with each file that was read from; raises if it is not the file that it was.
     """
 
     sums: Checksums | None = None
@@ -55,10 +56,15 @@ class Files:
     descriptors: Descriptors = field(default_factory=Descriptors)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     interleaved_lock: threading.Lock = field(default_factory=threading.Lock)
+    unchanged: Callable[[Path], None] | None = None
 
-    def open(self, path: Path, writable: bool = False) -> AbstractContextManager[Handle]:
+    @contextmanager
+    def open(self, path: Path, writable: bool = False) -> Iterator[Handle]:
         """The descriptor of a file, to be used while the context is entered; what is written to it is synced."""
-        return self.descriptors.open(path, writable)
+        with self.descriptors.open(path, writable) as handle:
+            yield handle
+        if self.unchanged is not None:
+            self.unchanged(path)
 
     def read(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
         """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
@@ -93,6 +99,8 @@ class Files:
             path = self.scratch.decoded(fragment, fragment.chunk) if fragment.chunk else fragment.path
             with self.open(path) as fd:
                 read_into(fd, buffer, offset, path)
+            if fragment.chunk and self.unchanged is not None:
+                self.unchanged(fragment.path)
             return
         key = (fragment.path, fragment.stream)
         with self.open(fragment.path) as fd:

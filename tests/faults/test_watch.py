@@ -290,6 +290,7 @@ def test_an_error_of_the_options_ends_the_watch(convert, run, tmp_path):
     assert convert(*argv, "--keep-every", "2").code == 2
     assert convert("watch", tmp_path / "nothing", "--out", out).code == 3
     assert convert(*argv).code == 75  # the log was one of a command that was wrong
+    assert convert(*argv, "-j", 3, "--memory", "32MiB").code == 75, "as on a node with more cores"
     ran = convert(*argv, "--dtype", "fp32")
     assert (ran.code, "is of another watch" in ran.err) == (2, True)
 

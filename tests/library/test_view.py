@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -261,6 +262,27 @@ def test_a_source_that_changes_and_keeps_its_size_and_time_is_refused(model, tmp
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
     with pytest.raises(vitruvian.SourceError, match="have changed since it was opened"):
         checkpoint.unchanged()
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_a_source_that_changes_between_two_tensors_is_refused(model, convert, tmp_path, how):
+    """A trainer saves into the folder again: files that were open keep the old save, others have the new one."""
+    source, other = tmp_path / "hf", tmp_path / "other"
+    assert convert("hf2hf", model("llama", "float32"), source, "--shard-size", "50kB").code == 0
+    (source / "vitruvian.json").unlink()
+    shutil.copytree(source, other)
+    view = vitruvian.open(source)["huggingface"]
+    file_of = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    (first, _), *_, (last, file) = ((view[name], file) for name, file in file_of.items())
+    first.numpy()
+    if how == "in place":
+        (source / file).write_bytes((other / file).read_bytes())
+    else:
+        (other / file).replace(source / file)
+    for read in (last.numpy, lambda: last[:1], last.torch):
+        with pytest.raises(vitruvian.SourceError, match=r"1 files of .+ have changed since it was opened"):
+            read()
+    first.numpy()
 
 
 @pytest.mark.parametrize("command", ["hf2megatron", "hf2fsdp"])

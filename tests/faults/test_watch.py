@@ -230,8 +230,8 @@ def test_a_line_of_the_log_that_is_damaged_is_named(convert, tmp_path):
 @pytest.mark.parametrize("submitted", [False, True])
 def test_what_no_watch_can_be_asked_for(convert, run, tmp_path, options, message, submitted):
     options = [word.replace("RUN", str(run)) for word in options]
-    before = ["submit", "--site", "local", "-n"] * submitted
-    ran = convert(*before, "watch", run, "--out", tmp_path / "out", *options, *["-n"] * (not submitted))
+    before, out = ["submit", "--site", "local", "-n"] * submitted, [] if "--out" in options else ["--out", tmp_path]
+    ran = convert(*before, "watch", run, *out, *options, *["-n"] * (not submitted))
     assert (ran.code, message.replace("RUN", str(run)) in ran.err) == (2, True), ran.err
     assert convert("watch", run, "--out", run / "models", "-n").code == 0
 

@@ -20,6 +20,7 @@ from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.huggingface import folder as huggingface
 from formats.huggingface.config import dropouts
+from formats.huggingface.require import require_class
 from formats.layout.table import MTP
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Spec, Verbatim
@@ -93,6 +94,8 @@ def plan_huggingface(
     same = index if shard_size is None else None
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, same, further)
     config = assets.config_text(source, _cast_to(request), spec)
+    if isinstance(spec, ModelSpec):
+        require_class(json.loads(config), str((source.assets or source.root) / huggingface.CONFIG))
     notes += agreement.notes(saved, spec, config)
     notes += _dropout_notes(source, dropouts(json.loads(config)))
     if quantization:

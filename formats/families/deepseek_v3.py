@@ -44,6 +44,7 @@ FAMILY = replace(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     divided=False,
+    mha=False,
     nulls=(),
     table=TABLE,
     requires={
@@ -62,6 +63,7 @@ FAMILY = replace(
     },
     defaults={
         **deepseek_v2.FAMILY.defaults,
+        "kv_heads": 128,
         "experts": 256,
         "top_k": 8,
         "expert_ffn": 2048,

@@ -22,7 +22,6 @@ FAMILY = replace(
     architecture="DeepseekV32ForCausalLM",
     table=TABLE,
     requires={**deepseek_v3.FAMILY.requires, "mlp_bias": False, "indexer_rope_interleave": False},
-    mha=False,
     native={},
     copied={},
     keys={
@@ -34,7 +33,6 @@ FAMILY = replace(
     },
     defaults={
         **deepseek_v3.FAMILY.defaults,
-        "kv_heads": 128,
         "index_heads": 64,
         "index_dim": 128,
         "index_top_k": 2048,

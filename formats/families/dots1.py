@@ -13,13 +13,13 @@ FAMILY = Family(
     architecture="Dots1ForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu", "attention_bias": False},
-    mha=True,
     keys={
         **EXPERT_KEYS,
         "shared_ffn": "n_shared_experts",
         "dense_layers": "first_k_dense_replace",
     },
     defaults={
+        "kv_heads": 32,
         "expert_ffn": 1408,
         **ROUTER_DEFAULTS,
         "router_normalized": False,

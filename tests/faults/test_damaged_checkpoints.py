@@ -25,7 +25,7 @@ from formats.errors import OutputError, SourceError
 from formats.layout.placed import Placed
 from formats.registry import open_checkpoint
 from tests.conftest import Ran
-from tests.faults.dcp_tools import refused
+from tests.faults.dcp_tools import refused, with_config
 from tests.models import files
 
 REPOSITORY = Path(__file__).parents[2]
@@ -518,6 +518,18 @@ def test_a_config_of_another_model_is_noticed(model, convert, make_run, tmp_path
     if changes != {"tie_word_embeddings": True}:  # then lm_head is a copy that may be there
         refused(convert("digest", folder), 3)
     refused(convert("digest", make_run("tp2 pp1"), "--config", folder), 5, "config")
+
+
+@pytest.mark.parametrize("names", [["LlamaForSequenceClassification"], ["LlamaForCausalLM", "LlamaModel"]])
+@pytest.mark.parametrize("options", [[], ["--no-verify"]])
+def test_a_config_of_a_class_that_has_no_head_is_noticed(model, convert, tmp_path, names, options):
+    """The base of a training may be a reward model; before anything is written."""
+    assert convert("hf2nanotron", model("llama"), tmp_path / "run").code == 0
+    shutil.rmtree(tmp_path / "run" / "huggingface", ignore_errors=True)
+    base = with_config(tmp_path / "base", model("llama"), architectures=names)
+    ran = convert("nanotron2hf", tmp_path / "run", tmp_path / "out", "--config", base, *options)
+    assert (ran.code, f"{base / 'config.json'}: a model of the class" in ran.err) == (4, True), ran.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_untied_head_under_a_tied_config_is_no_silent_loss(model, convert, tmp_path):

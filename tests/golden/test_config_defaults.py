@@ -56,5 +56,7 @@ def test_a_key_that_is_left_out_is_what_the_class_assumes(name):
             continue
         ours, theirs = read(less), read(filled)
         assert ours is not None or theirs is None or key in NEEDED, f"without {key} it is refused"
+        if filled.get(key) is not None:
+            assert ours is None or theirs is not None, f"without {key} it is what the class assumes, and is refused"
         if ours is not None and theirs is not None:
             assert [text for text in differences(ours, theirs) if not text.startswith(KEPT)] == [], key

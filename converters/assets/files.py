@@ -19,6 +19,7 @@ from converters.assets.trusted import UNKNOWN, refusal_reason, require_inside, r
 from converters.common.atomic import named
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
+from formats.disk.safetensors import FLOATS
 from formats.errors import SourceError, some
 from formats.families import FAMILIES, family_named
 from formats.families.family import FAMILY_FILE
@@ -27,7 +28,7 @@ from formats.huggingface.config import dropouts, to_huggingface
 from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
 from formats.huggingface.lora_config import CONFIG as ADAPTER
 from formats.huggingface.nulls import tokens_beyond
-from formats.huggingface.quantized import is_stale
+from formats.huggingface.quantized import stale_keys
 from formats.model.spec import ModelSpec, Spec
 
 OWN = ("*.safetensors", INDEX, "vitruvian.json")
@@ -44,6 +45,8 @@ LAST = 1 << 10
 """Bytes at the end of a tokenizer.json that are checked."""
 PAD = "pad_token_id"
 """The token for which an embedding of transformers has to have a row."""
+QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Settings of a quantization beside config.json: of ModelOpt, AutoGPTQ and AutoAWQ."""
 FOLDERS = ("additional_chat_templates", "custom_generate")
 """Folders whose files are carried: chat templates, code of `generate` (transformers 5.23.0, generation/utils.py)."""
 DTYPE = ("dtype", "torch_dtype")
@@ -70,10 +73,12 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
 def carried_assets(source: Checkpoint) -> dict[str, Path]:
     """The assets that are carried with the weights of a model, by relative name; no processor with --only text.
 
-    Settings of an adapter are not among them: transformers would look for the adapter in the output.
+    Settings of an adapter are not among them: transformers would look for the adapter in the output. Neither are those
+    of a quantization where the weights are not quantized: servers would take them for quantized ones.
     """
     by_name = {} if source.assets is None else dict(files(source.assets))
-    by_name.pop(ADAPTER, None)
+    of_others = {ADAPTER, *(QUANTIZATION if set(source.dtypes().values()) <= set(FLOATS) else ())}
+    by_name = {name: path for name, path in by_name.items() if name not in of_others}
     return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
 
 
@@ -127,12 +132,11 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
         return _dump({**alone, **source.token_ids, "torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     base = source.config
     config = mtp.with_layer_count(to_huggingface(spec, base), spec, source.dropped)
-    plain = is_stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
-    if plain:
-        del config["quantization_config"]
+    stale = stale_keys(config, counted) if source.format != NAME or isinstance(spec, ModelSpec) else []
+    config = {key: value for key, value in config.items() if key not in stale}
     named = "dtype" if "dtype" in config else "torch_dtype"
     dtypes = {config[key] for key in DTYPE if isinstance(config.get(key), str)}
-    if dtype is None and (((source.format != NAME or plain) and named in config) or len(dtypes) > 1):
+    if dtype is None and (((source.format != NAME or stale) and named in config) or len(dtypes) > 1):
         dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     if dtype in TORCH_NAMES:
         config |= dict.fromkeys([named, *(key for key in DTYPE if key in config)], TORCH_NAMES[dtype])

@@ -38,6 +38,10 @@ OF_FILES = ("fp8", "mxfp4", compressed_tensors.METHOD)
 them. Other methods may describe what the model computes (bitnet)."""
 
 
+KEYS = ("quantization_config", "compression_config")
+"""The keys of a config for its quantization."""
+
+
 def method_of(config: Mapping[str, Any]) -> str | None:
     """The quantization method that a config names; None if it names none, or one that is not read here."""
     try:
@@ -81,12 +85,14 @@ def _is_block(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
-def is_stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
-    """Whether a config names a quantization of files, but the tensors, of these element types, are not quantized."""
-    match config.get("quantization_config"):
-        case {"quant_method": str(method)}:
-            return method in OF_FILES and set(dtypes) <= set(FLOATS)
-    return False
+def stale_keys(config: Mapping[str, Any], dtypes: Iterable[str]) -> list[str]:
+    """The keys of a config that name a quantization of files, where the tensors, of these types, are not quantized.
+
+    `compression_config` is what the first versions of compressed-tensors wrote, which vLLM and SGLang still read.
+    """
+    methods = {key: config[key].get("quant_method") for key in KEYS if isinstance(config.get(key), Mapping)}
+    named = [key for key, method in methods.items() if method in OF_FILES or key != KEYS[0]]
+    return named if set(dtypes) <= set(FLOATS) else []
 
 
 def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:

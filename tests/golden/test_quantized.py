@@ -185,6 +185,23 @@ def test_what_is_not_known_stays_in_the_config(model, convert, tmp_path, quantiz
     assert convert("verify", tmp_path / "out", source).code == 0
 
 
+@pytest.mark.parametrize("options", [[], ["--verbatim"]])
+def test_settings_of_a_quantized_base_do_not_travel_with_weights_in_floats(model, convert, tmp_path, options):
+    """ModelOpt's file, AutoGPTQ's and AutoAWQ's, and the key of the first compressed-tensors: servers read them."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(model("llama", "bfloat16"), base)
+    assert convert("hf2fsdp", base, run).code == 0
+    config = json.loads((base / "config.json").read_text())
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
+    (base / "config.json").write_text(json.dumps(config | {"compression_config": quantization}))
+    files = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+    for name in files:
+        (base / name).write_text('{"quant_algo": "FP8"}')
+    assert convert("fsdp2hf", run, tmp_path / "out", "--config", base, *options).code == 0
+    assert "compression_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert not [name for name in files if (tmp_path / "out" / name).exists()]
+
+
 def test_verbatim_keeps_every_bit(oss, convert, tmp_path):
     assert convert("hf2hf", oss, tmp_path / "out", "--verbatim").code == 0
     assert (tmp_path / "out/config.json").read_bytes() == (oss / "config.json").read_bytes()

@@ -34,12 +34,8 @@ OWN = ("*.safetensors", INDEX, "vitruvian.json")
 """Patterns of files that each output writes anew."""
 RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark_results.json": ".."}
 """Records that a training writes beside (.) or above (..) a checkpoint, and that are carried with the model."""
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
-"""Files that define the tokens, and how a dialogue is written with them."""
 PROCESSOR = re.compile(r"(?:(?:video_|image_)?(?:pre)?processor)_config\.json")
 """Configs of processors, which make tensors from images and sound."""
-MOST = 1 << 30
-"""Most bytes of a file that is compared."""
 LAST = 1 << 10
 """Bytes at the end of a tokenizer.json that are checked."""
 PAD = "pad_token_id"
@@ -75,18 +71,6 @@ def carried_assets(source: Checkpoint) -> dict[str, Path]:
     by_name = {} if source.assets is None else dict(files(source.assets))
     by_name.pop(ADAPTER, None)
     return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
-
-
-def left_behind(source: Checkpoint) -> list[str]:
-    """The tokenizer and template files of a checkpoint that are not carried, since those of another folder are."""
-    if source.assets is None or source.assets.resolve() == source.root.resolve():
-        return []
-    own = [name for name in TOKENIZER if (source.root / name).is_file() and (source.root / name).stat().st_size < MOST]
-    return [
-        name for name in own
-        if not (source.assets / name).is_file()
-        or (source.assets / name).read_bytes() != require_inside(source.root / name, source.root).read_bytes()
-    ]  # fmt: skip
 
 
 def not_carried(folder: Path) -> list[str]:
@@ -211,7 +195,7 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
             )
     by_name = dict(files(folder))
     notes += missing_code(by_name)
-    if (path := by_name.get(TOKENIZER[0])) and not _ended(path):
+    if (path := by_name.get("tokenizer.json")) and not _ended(path):
         notes.append(f"{path} is cut off: it does not end as a JSON object does")
     if not has_tokenizer(folder):
         notes.append(f"no tokenizer is in {folder}")

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.assets import files as assets
+from converters.assets.left_behind import left_behind
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import config as hf_config
@@ -93,11 +94,7 @@ def _notes(source: Checkpoint) -> list[str]:
         notes.append("no config or tokenizer comes with it; --config BASE supplies them")
     else:
         notes += assets.checks(source.assets, source.config, source.spec)
-        if own := assets.left_behind(source):
-            notes.append(
-                f"{some(own, 5)} of {source.root} are not carried, those of {source.assets} are; `convert assets OUT "
-                f"--from {source.root}` puts them into OUT"
-            )
+        notes += left_behind(source)
         if dropped := assets.not_carried(source.assets):
             notes.append(f"{some(dropped, 4)} in {source.assets} are not carried: not names of model files")
     if source.spec.vocab is None:

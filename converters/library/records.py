@@ -95,8 +95,10 @@ def _notes(source: Checkpoint) -> list[str]:
     else:
         notes += assets.checks(source.assets, source.config, source.spec)
         notes += left_behind(source)
-        if dropped := assets.not_carried(source.assets):
-            notes.append(f"{some(dropped, 4)} in {source.assets} are not carried: not names of model files")
+        notes += [
+            f"{some(names, 4)} in {source.assets} are not carried: {reason}"
+            for reason, names in assets.not_carried(source.assets).items()
+        ]
     if source.spec.vocab is None:
         notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")
     return notes

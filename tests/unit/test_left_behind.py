@@ -1,4 +1,4 @@
-"""Small files that a training changed are not replaced by those of `--config BASE` in silence."""
+"""Small files that are not carried are told: replaced by those of `--config BASE`, too large, in subfolders."""
 
 from __future__ import annotations
 
@@ -128,3 +128,32 @@ def test_of_every_format_that_carries_them(model, convert, tmp_path, there, back
     assert f"note: {place / 'config.json'} says eos_token_id 7 (carried: " in ran.err
     assert convert("assets", tmp_path / "out", "--from", place, "--dry-run").out.count("chat_template.jinja") == 1
     assert f"of {place} are not carried" not in convert(back[0], run, tmp_path / "own").err
+
+
+def test_what_is_too_large_or_in_a_subfolder_is_named(model, convert, tmp_path):
+    """sentence-transformers' modules.json names subfolders; those of a training are no part of the model."""
+    source = shutil.copytree(model("llama"), tmp_path / "source")
+    for name, most in (("tokenizer.json", 64 << 20), ("vocab.txt", (64 << 20) + 1), ("data.parquet", 65 << 20)):
+        with (source / name).open("wb") as file:
+            file.truncate(most)
+            file.seek(most - 1)
+            file.write(b"}")
+    files = (
+        "1_Pooling/config.json", "runs/events.out.tfevents.1", "checkpoint-5/config.json", "huggingface/config.json",
+        "custom_generate/generate.py", "custom_generate/notes.rst", "custom_generate/inner/code.py",
+    )  # fmt: skip
+    for name in files:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("{}")
+    (source / "modules.json").write_text('[{"path": "1_Pooling"}]')
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    large = "data.parquet (68,157,440 bytes), vocab.txt (67,108,865 bytes)"
+    assert [line for line in ran.err.splitlines() if "are not carried" in line] == [
+        f"note: 1_Pooling/, custom_generate/inner/ in {source} are not carried: subfolders, of which only those for "
+        "chat templates and `generate` are",
+        f"note: {large} in {source} are not carried: more than 64 MiB that are no safetensors",
+        f"note: custom_generate/notes.rst in {source} are not carried: not names of model files",
+    ]
+    assert (tmp_path / "out/tokenizer.json").stat().st_size == 64 << 20
+    assert not (tmp_path / "out/vocab.txt").exists()

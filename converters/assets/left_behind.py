@@ -43,7 +43,10 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
     """Notes on the files of a checkpoint that are not carried, since those of another folder are."""
     if source.assets is None:
         return
-    places = {place.resolve(): place for home in (source.home, source.root) for place in (home / ASSETS, home)}
+    homes = [source.home, source.root]
+    if not (source.home / CONFIG).is_file() and (source.home.parent / CONFIG).is_file():
+        homes.append(source.home.parent)  # readers look there too
+    places = {place.resolve(): place for home in homes for place in (home / ASSETS, home)}
     known = source.assets in (source.settings.config, *places.values())
     theirs = f"those of {source.assets}" if known else "others"
     for resolved, place in places.items():

@@ -52,7 +52,7 @@ def test_a_file_that_says_something_else_is_named(folders, name, values):
     assert notes(run, base) == [
         f"{name} of {run} are not carried, those of {base} are; `convert assets OUT --from {run}` puts them into OUT"
     ]
-    assert notes(run / "nowhere", base) == notes(base, base) == []
+    assert notes(run.parent, base) == notes(base, base) == []
 
 
 def test_settings_that_the_training_took_out_are_told(folders):
@@ -128,6 +128,17 @@ def test_of_every_format_that_carries_them(model, convert, tmp_path, there, back
     assert f"note: {place / 'config.json'} says eos_token_id 7 (carried: " in ran.err
     assert convert("assets", tmp_path / "out", "--from", place, "--dry-run").out.count("chat_template.jinja") == 1
     assert f"of {place} are not carried" not in convert(back[0], run, tmp_path / "own").err
+
+
+def test_files_above_the_folder_of_the_weights(folders):
+    """As a Trainer with FSDP leaves them; what lies above a folder with a config of its own is of another model."""
+    run, base = folders
+    changed(run / "generation_config.json", temperature=0.6)
+    weights = run / "pytorch_model_fsdp_0"
+    weights.mkdir()
+    assert f"generation_config.json of {run} are not carried" in notes(weights, base)[0]
+    changed(weights / "config.json", eos_token_id=1)
+    assert notes(weights, base) == []
 
 
 def test_what_is_too_large_or_in_a_subfolder_is_named(model, convert, tmp_path):

@@ -17,9 +17,7 @@ from typing import NamedTuple
 from converters.assets.jinja_sandbox import Dialogue, Rendered, guarded
 from converters.assets.json_edit import decoded, removed, replaced
 from converters.assets.token_files import (  # fmt: skip
-    CONFIG,
     GENERATION,
-    KINDS,
     OLD_TEMPLATES,
     SLOW,
     TEMPLATE,
@@ -27,6 +25,7 @@ from converters.assets.token_files import (  # fmt: skip
     Assets,
     content,
     eos_ids,
+    generation_settings,
     named_tokens,
     object_of,
 )
@@ -274,9 +273,7 @@ def _generation_config(assets: Assets, known: Vocabulary, ending: str, named: Ma
     ids = list(dict.fromkeys([*eos_ids(assets), *(known.ids[token] for token in ends if token in known.ids)]))
     if GENERATION in assets:
         return replaced(decoded(content(assets, GENERATION), GENERATION), GENERATION, "eos_token_id", ids).encode()
-    config = object_of(assets, CONFIG)
-    inherited = {key: config[key] for kind in KINDS if (key := f"{kind}_token_id") in config}
-    return (json.dumps(inherited | {"eos_token_id": ids}, indent=2) + "\n").encode()
+    return (json.dumps(generation_settings(assets) | {"eos_token_id": ids}, indent=2) + "\n").encode()
 
 
 def _tokenizer_config(assets: Assets, changed: Mapping[str, int]) -> dict[str, bytes]:

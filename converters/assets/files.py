@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from converters.assets.custom_code import missing_code, own_models
-from converters.assets.trusted import UNKNOWN, refusal_reason, require_inside, require_there
+from converters.assets.trusted import (  # fmt: skip
+    TOO_LARGE,
+    UNKNOWN,
+    is_read_with_model,
+    refusal_reason,
+    require_inside,
+    require_there,
+)
 from converters.common.atomic import named
-from formats.checkpoint import Checkpoint
+from formats.checkpoint import ASSETS, Checkpoint
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import FLOATS
 from formats.errors import SourceError, some
@@ -35,12 +42,8 @@ OWN = ("*.safetensors", INDEX, "vitruvian.json")
 """Patterns of files that each output writes anew."""
 RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark_results.json": ".."}
 """Records that a training writes beside (.) or above (..) a checkpoint, and that are carried with the model."""
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
-"""Files that define the tokens, and how a dialogue is written with them."""
 PROCESSOR = re.compile(r"(?:(?:video_|image_)?(?:pre)?processor)_config\.json")
 """Configs of processors, which make tensors from images and sound."""
-MOST = 1 << 30
-"""Most bytes of a file that is compared."""
 LAST = 1 << 10
 """Bytes at the end of a tokenizer.json that are checked."""
 PAD = "pad_token_id"
@@ -49,6 +52,9 @@ QUANTIZATION = ("hf_quant_config.json", "quantize_config.json", "quant_config.js
 """Settings of a quantization beside config.json: of ModelOpt, AutoGPTQ and AutoAWQ."""
 FOLDERS = ("additional_chat_templates", "custom_generate")
 """Folders whose files are carried: chat templates, code of `generate` (transformers 5.23.0, generation/utils.py)."""
+SUBFOLDERS = "subfolders, of which only those for chat templates and `generate` are"
+LEFT_OUT = {UNKNOWN: "not names of model files", TOO_LARGE: TOO_LARGE, SUBFOLDERS: SUBFOLDERS}
+"""Reason why what might be taken for an asset is not carried, as a note gives it."""
 DTYPE = ("dtype", "torch_dtype")
 """The config keys for the element type of the weights, in transformers 5 and 4."""
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -82,25 +88,22 @@ def carried_assets(source: Checkpoint) -> dict[str, Path]:
     return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
 
 
-def left_behind(source: Checkpoint) -> list[str]:
-    """The tokenizer and template files of a checkpoint that are not carried, since those of another folder are."""
-    if source.assets is None or source.assets.resolve() == source.root.resolve():
-        return []
-    own = [name for name in TOKENIZER if (source.root / name).is_file() and (source.root / name).stat().st_size < MOST]
-    return [
-        name for name in own
-        if not (source.assets / name).is_file()
-        or (source.assets / name).read_bytes() != require_inside(source.root / name, source.root).read_bytes()
-    ]  # fmt: skip
-
-
-def not_carried(folder: Path) -> list[str]:
-    """The files of a folder that are not carried, since their names are unknown or they are no regular files."""
-    return [
-        path.name
-        for path in sorted(folder.iterdir())
-        if not path.is_dir() and (refusal_reason(path) or ("" if path.is_file() else UNKNOWN)) == UNKNOWN
-    ]
+def not_carried(folder: Path) -> dict[str, list[str]]:
+    """What lies beside the assets of a folder and might be taken for one, by the reason why it is not carried."""
+    by_reason: dict[str, list[str]] = {}
+    for place in (folder, *(folder / name for name in FOLDERS if (folder / name).is_dir())):
+        for path in sorted(place.iterdir()):
+            name, reason = path.relative_to(folder).as_posix(), refusal_reason(path)
+            if path.is_dir():
+                asset = name in (*FOLDERS, ASSETS) or not any(is_read_with_model(file.name) for file in path.glob("*"))
+                name, reason = f"{name}/", reason or ("" if asset else SUBFOLDERS)
+            elif not path.is_file():
+                reason = reason or UNKNOWN
+            elif reason == TOO_LARGE:
+                name += f" ({path.stat().st_size:,} bytes)"
+            if reason in LEFT_OUT:
+                by_reason.setdefault(LEFT_OUT[reason], []).append(name)
+    return by_reason
 
 
 def records(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -215,7 +218,7 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
             )
     by_name = dict(files(folder))
     notes += missing_code(by_name)
-    if (path := by_name.get(TOKENIZER[0])) and not _ended(path):
+    if (path := by_name.get("tokenizer.json")) and not _ended(path):
         notes.append(f"{path} is cut off: it does not end as a JSON object does")
     if not has_tokenizer(folder):
         notes.append(f"no tokenizer is in {folder}")

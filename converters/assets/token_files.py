@@ -2,8 +2,9 @@
 
 All functions read `assets`: relative name to path, as `converters.assets.files` finds them.
 Facts: transformers 5.23.0 tokenization_utils_base.py `from_pretrained` (a chat_template.jinja outranks the template
-inside tokenizer_config.json, tokenizer_config.json outranks special_tokens_map.json) and generation/utils.py (without
-a generation_config.json its values come from config.json).
+inside tokenizer_config.json, tokenizer_config.json outranks special_tokens_map.json) and
+generation/configuration_utils.py `from_model_config` (without a generation_config.json its values come from
+config.json).
 """
 
 from __future__ import annotations
@@ -26,6 +27,25 @@ OLD_TEMPLATES = ("chat_template.json", "additional_chat_templates/")
 SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "sentencepiece.bpe.model", "spiece.model")
 """Files of tokenizers other than tokenizer.json."""
 KINDS = ("bos", "eos", "pad")
+OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+"""Settings of what `generate` returns besides tokens; one of them sets `return_dict_in_generate`."""
+_GENERATES = """
+assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids
+begin_suppress_tokens bos_token_id cache_config cache_implementation compile_config constraints
+continuous_batching_config decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers
+early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff
+exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale is_assistant
+length_penalty low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens max_time min_length
+min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+num_return_sequences output_attentions output_hidden_states output_logits output_scores pad_token_id penalty_alpha
+prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty
+return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind temperature
+token_healing top_h top_k top_p typical_p use_cache use_mtp watermarking_config
+"""
+GENERATES = frozenset(_GENERATES.split())
+"""The settings of a generation config, which config.json may hold instead."""
+DECODERS = ("decoder", "generator", "text_config")
+"""Parts of a config.json whose settings of generation count where the whole has none."""
 
 
 def content(assets: Assets, name: str) -> bytes:
@@ -72,10 +92,21 @@ def token_ids(value: Any, name: str) -> list[int]:
     return ids
 
 
+def generation_settings(assets: Assets) -> dict[str, Any]:
+    """The settings of generation; config.json counts only without a generation_config.json."""
+    if GENERATION in assets:
+        return object_of(assets, GENERATION)
+    config = object_of(assets, CONFIG)
+    decoder = next((part for name in DECODERS if isinstance(part := config.get(name), dict) and part), {})
+    given = (item for part in (decoder, config) for item in part.items())
+    settings = {key: value for key, value in given if key in GENERATES and value is not None}
+    return settings | ({"return_dict_in_generate": True} if any(settings.get(key) for key in OUTPUTS) else {})
+
+
 def eos_ids(assets: Assets) -> list[int]:
-    """The ids at which generation stops; config.json counts only without a generation_config.json."""
+    """The ids at which generation stops."""
     name = GENERATION if GENERATION in assets else CONFIG
-    return token_ids(object_of(assets, name).get("eos_token_id"), f"eos_token_id of {name}")
+    return token_ids(generation_settings(assets).get("eos_token_id"), f"eos_token_id of {name}")
 
 
 def held_template(assets: Assets) -> str | None:

@@ -44,6 +44,7 @@ TRAVELS = {
 """Kind of files that are copied and sent: a regular expression of the whole name, in any case."""
 LARGEST = 64 << 20
 """Most bytes of a file without weights, whatever its name: the largest tokenizers have half as many."""
+TOO_LARGE = f"more than {LARGEST >> 20} MiB that are no safetensors"
 WITH_A_MODEL = ("settings", "tokenizers", "chat templates", "code")
 """The kinds that are read together with the weights."""
 UNKNOWN = "not the name of a model file"
@@ -61,7 +62,7 @@ def refusal_reason(path: Path) -> str:
     if not path.is_file():
         return ""
     if path.suffix != ".safetensors" and path.stat().st_size > LARGEST:
-        return f"more than {LARGEST >> 20} MiB that are no safetensors"
+        return TOO_LARGE
     return "" if _TRAVELS.fullmatch(path.name) else UNKNOWN
 
 

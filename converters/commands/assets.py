@@ -102,11 +102,12 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     from converters.assets.chat_template import apply_template, load_template
     from converters.assets.files import files, write
     from formats.checkpoint import ASSETS
+    from formats.huggingface.lora_config import CONFIG as ADAPTER
 
     own = dict(files(out))
     if base is not None and not base.is_dir():
         raise UsageError(f"--from {base} is not a folder")
-    small = dict(files(base)) if base else {}
+    small = {name: path for name, path in files(base) if name != ADAPTER} if base else {}
     if base is not None and not small:
         raise UsageError(
             f"--from {base} holds no tokenizer, config or card",

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.assets import files as assets
+from converters.assets.left_behind import left_behind
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import config as hf_config
@@ -93,13 +94,11 @@ def _notes(source: Checkpoint) -> list[str]:
         notes.append("no config or tokenizer comes with it; --config BASE supplies them")
     else:
         notes += assets.checks(source.assets, source.config, source.spec)
-        if own := assets.left_behind(source):
-            notes.append(
-                f"{some(own, 5)} of {source.root} are not carried, those of {source.assets} are; `convert assets OUT "
-                f"--from {source.root}` puts them into OUT"
-            )
-        if dropped := assets.not_carried(source.assets):
-            notes.append(f"{some(dropped, 4)} in {source.assets} are not carried: not names of model files")
+        notes += left_behind(source)
+        notes += [
+            f"{some(names, 4)} in {source.assets} are not carried: {reason}"
+            for reason, names in assets.not_carried(source.assets).items()
+        ]
     if source.spec.vocab is None:
         notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")
     return notes

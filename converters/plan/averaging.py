@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from converters.assets.files import TOKENIZER, carried_assets
+from converters.assets.files import carried_assets
+from converters.assets.left_behind import TOKENIZER_FILES
 from converters.plan.agreement import APART, file_differences, setting_differences
 from converters.plan.names import with_same_names
 from converters.plan.opening import replicas_of
@@ -210,9 +211,8 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
 
 def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:
     """A note on each checkpoint whose tokenizer files differ from those of the first."""
-    names = [name for name in TOKENIZER if not name.endswith(".jinja")]
     first, *others = [
-        {name: path for name, path in carried_assets(model).items() if name in names} for model in sources
+        {name: path for name, path in carried_assets(model).items() if name in TOKENIZER_FILES} for model in sources
     ]
     odd = {
         source.root: [

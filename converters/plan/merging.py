@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from converters.assets.left_behind import SAYING, TOKENIZER_FILES
 from converters.plan import names
 from converters.plan.parts import Part, parts_of
 from converters.plan.plan import Input, Job, Norms, Plan, Term, without_records
@@ -148,7 +149,7 @@ def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
     named = str(adapter.config.get("base_model_name_or_path") or "")
     if Path(named).name.lower() not in str(base.root.resolve()).lower():
         yield f"the adapter says that its base is {short(named)}; only names and shapes were compared with {base.root}"
-    if any((adapter.root / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    if any((adapter.root / name).is_file() for name in (*TOKENIZER_FILES, *SAYING)):
         yield f"the tokenizer is that of the base; the adapter's: convert assets OUT --from {adapter.root}"
 
 

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from converters.assets.chat_template import TEMPLATES, apply_template, load_template
 from converters.assets.files import files
 from converters.assets.json_edit import members, removed, replaced
+from converters.assets.token_files import GENERATES
 from converters.assets.tokenizer_json import read_vocabulary, with_tokens
 from formats.errors import RefusedError, SourceError
 from tests.chat import worlds
@@ -174,6 +175,27 @@ def test_generation_stops_at_all_old_ids_and_the_terminator(tmp_path, generation
     assert generated["eos_token_id"] == [end if token == "end" else token for token in expected]
     assert generated["bos_token_id"] == 0
     assert generated.get("pad_token_id") == config.get("pad_token_id")
+
+
+@pytest.mark.parametrize("decoder", ["", "text_config"])
+def test_generation_is_what_it_was_where_the_config_alone_describes_it(tmp_path, decoder):
+    """The judge is transformers: without a generation_config.json it takes these settings from config.json."""
+    from transformers import GenerationConfig
+
+    said = {"do_sample": True, "temperature": 0.3, "top_k": 7, "repetition_penalty": 1.3, "max_length": 48}
+    said |= {"pad_token_id": 2, "suppress_tokens": [3], "output_hidden_states": True, "use_cache": False}
+    changes = {decoder: said | {"top_k": None}, "top_k": 7, "max_length": 9} if decoder else said
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer(), config=changes)
+    (folder / "generation_config.json").unlink()
+    before = GenerationConfig.from_model_config(held(folder, "config.json")).to_dict()
+    applied(folder, "chatml")
+    after = GenerationConfig.from_pretrained(folder).to_dict()
+    ids = ("eos_token_id", "_from_model_config", "transformers_version")
+    assert {key: after.get(key) for key in before if key not in ids} == {
+        key: value for key, value in before.items() if key not in ids
+    }
+    assert (after["temperature"], after["max_length"]) == (0.3, 9 if decoder else 48)
+    assert GenerationConfig().to_dict().keys() - {"_from_model_config", "transformers_version"} <= GENERATES
 
 
 def test_users_templates(tmp_path):

@@ -107,6 +107,14 @@ def test_the_template_of_base_is_that_of_out(world):
     assert not [*out.rglob("*.jinja")]
 
 
+def test_settings_of_an_adapter_stay_with_it(world):
+    """transformers would load the model that they name, not OUT. `convert merge` names this command."""
+    out, base = world
+    (base / "adapter_config.json").write_text('{"base_model_name_or_path": "another"}')
+    printed, _ = run(out, "--from", base)
+    assert "adapter_config.json" not in {*printed.split(), *snapshot(out)}
+
+
 def test_without_a_template_of_base_that_of_out_stays(world):
     out, base = world
     config = json.loads((base / "tokenizer_config.json").read_text())

@@ -415,3 +415,12 @@ def test_notes_and_plan(merged, convert, tmp_path):
     assert manifest["sources"][1] == {
         "name": "adapter", "format": "peft adapter", "topology": {}, "r": 4, "lora_alpha": 8, "use_dora": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt"])
+def test_a_tokenizer_or_template_of_the_adapter_is_not_left_out_in_silence(convert, tmp_path, name):
+    adapter = shutil.copytree(GOLDEN / "adapter", tmp_path / "adapter")
+    hint = f"the tokenizer is that of the base; the adapter's: convert assets OUT --from {adapter}"
+    assert hint not in convert("merge", GOLDEN / "base", adapter, tmp_path / "out", "-n").out
+    (adapter / name).write_text("{}")
+    assert hint in convert("merge", GOLDEN / "base", adapter, tmp_path / "out", "-n").out

@@ -132,7 +132,7 @@ def attached(source: Checkpoint, tokenizer: Tokenizer, folder: Path) -> Checkpoi
     told = {key: number for key, number in ids.items() if number is not None}
     notes += _id_notes(configs, ids, tokenizer.path)
     configs = {name: content | told for name, content in configs.items()}
-    config = configs[CONFIG] = dict.fromkeys(ids) | configs[CONFIG]
+    config = configs[CONFIG] = configs[CONFIG] | {key: None for key in ids if key not in configs[CONFIG]}
     texts = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in configs.items()}
     kept = {name: path for name, path in own.items() if name not in texts and not is_of_tokenizer(Path(name).name)}
     if source.assets is not None and (source.assets / INDEX).is_file():

@@ -162,8 +162,11 @@ def test_a_larger_tokenizer_is_refused(run, convert, tmp_path):
     path = spoken(tmp_path / "tok/tokenizer.json", 212)
     ran = convert("neox2hf", run, tmp_path / "out", "--tokenizer", path)
     refused(ran, 5, f"{path} has 212 tokens, the vocabulary of {run} 211: they contradict", "--vocab-size 212")
-    assert convert("neox2hf", bare(run), tmp_path / "out", "--tokenizer", path).code == 0
-    assert read(tmp_path / "out/config.json")["vocab_size"] == 212
+    kept = shutil.copytree(run / "huggingface", tmp_path / "kept")
+    bare(run)
+    for number, flags in enumerate([(), ("--config", kept, "--vocab-size", 212)]):
+        assert convert("neox2hf", run, tmp_path / f"{number}", "--tokenizer", path, *flags).code == 0
+        assert read(tmp_path / f"{number}/config.json")["vocab_size"] == 212
 
 
 def test_a_vocabulary_that_contradicts_the_record(run, convert, tmp_path):

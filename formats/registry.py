@@ -94,7 +94,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
             hint = f"name its folder: {path.parent}" if is_known(path.parent) else ""
             raise SourceError(f"{path} is a file, a checkpoint is a folder", hint)
         tag = settings.tag if settings else None
-        place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
+        place = path / tag if tag and len(tag) < 256 and Path(tag).name == tag and (path / tag).is_dir() else path
         signs.check(place)
         if place == path and not first:
             require_one(path, is_known)

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from shlex import quote
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from converters.assets.token_files import named_tokens
+from converters.assets.token_files import (
+    CONFIG,
+    GENERATION,
+    KINDS,
+    TEMPLATE,
+    held_template,
+    named_tokens,
+    object_of,
+)
+from converters.assets.trusted import is_of_tokenizer, require_inside
 from formats.checkpoint import Checkpoint
-from formats.errors import SourceError, VerificationError
+from formats.deepspeed import NEOX
+from formats.errors import RefusedError, SourceError, VerificationError, short
+from formats.huggingface.folder import INDEX
 
-NAMES = {"eos": "<|endoftext|>", "pad": "<|pad|>"}
-"""GPT-NeoX's tokens that end a document and fill a batch (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+TEMPLATES = "additional_chat_templates"
+"""The folder of further chat templates beside a tokenizer."""
+NAMES = {"eos": ("<|endoftext|>",), "pad": ("<|padding|>", "<|pad|>")}
+"""Tokens that end a document and fill a batch, the first that a tokenizer has: GPT-NeoX's (megatron/tokenizer/
+tokenizer.py at ea7aefd8), and `<|pad|>`, that of SentencePiece models for it (`train tokenize` too)."""
+NEAR = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.json", TEMPLATE)
+"""Files that travel with a tokenizer.json beside them, and so do those in `TEMPLATES`."""
 CHECKED = 3000
 """How many texts a converted tokenizer is compared with SentencePiece on."""
 
@@ -52,47 +72,114 @@ def load(path: Path) -> Tokenizer:
     return _sentencepiece(path)
 
 
-def named_in_yml(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
+def named_in_yml(source: Checkpoint) -> Tokenizer | None:
     """The tokenizer that the yml of a GPT-NeoX checkpoint names, if the yml names one that exists.
 
-    Args:
-        path: the folder of the run or the checkpoint.
-        tag: as in `Settings`.
-        config: as in `Settings`; a Hugging Face folder has its own tokenizer.
+    None beside a config, which has a vocabulary of its own and belongs to a tokenizer.
 
     Raises:
-        UnsupportedError: the checkpoint is of a program whose checkpoints are not read.
+        SourceError: what the yml names is no tokenizer that is read.
+        RefusedError: it has more tokens than the config of the run, or of the user.
+        VerificationError: as of `load`.
     """
-    from formats.deepspeed import folders as deepspeed
-    from formats.deepspeed.neox import checkpoint as neox
-    from formats.detect import signs
-
-    signs.check(path)
-    if not path.is_dir() or not neox.detect(path) or (config and (config / "config.json").is_file()):
+    named = source.run_config.get("vocab_file") if source.format == NEOX.name else None
+    if not isinstance(named, str) or not Path(named).exists():
         return None
-    _, place = deepspeed.locate(path, tag)
-    vocab_file = neox.config_of(place, config)[0].get("vocab_file")
-    return load(Path(vocab_file)) if isinstance(vocab_file, str) and Path(vocab_file).exists() else None
+    path = Path(named).absolute()
+    if source.config is not None:
+        size, vocab = _size_of(path), source.spec.vocab
+        decided = source.settings.vocab_size or "vocab" in source.settings.values
+        if not decided and size is not None and vocab is not None and size > vocab:
+            raise RefusedError(
+                f"{path}, the vocab_file of the yml of {source.root}, has {size} tokens, the config in {source.assets} "
+                f"{vocab}: they contradict each other",
+                f"--tokenizer {quote(str(path))} --vocab-size {size}, or --vocab-size {vocab} for those of the config",
+            )
+        return None
+    try:
+        tokenizer = load(path)
+    except SourceError as error:
+        raise SourceError(
+            f"vocab_file of the yml of {source.root}: {error}",
+            "name another tokenizer of the run: --tokenizer FOLDER with a tokenizer.json, or --config HF_FOLDER",
+        ) from None
+    note = f"the tokenizer is {path}, which the yml of {source.root} names (vocab_file)"
+    return tokenizer._replace(notes=(note, *tokenizer.notes))
 
 
 def attached(source: Checkpoint, tokenizer: Tokenizer, folder: Path) -> Checkpoint:
-    """A checkpoint whose small files are a tokenizer, and a config with the tokenizer's special tokens.
+    """A checkpoint with the files of a tokenizer in place of its own, and its special tokens in the configs.
+
+    All other small files are those of the checkpoint, and so are ids of special tokens that the tokenizer does not
+    name.
 
     Args:
-        source: the checkpoint, opened with the tokenizer's size as its vocabulary.
+        source: the checkpoint, opened with a vocabulary: its own, or else the size of the tokenizer.
         tokenizer: the tokenizer.
         folder: the folder that the files are written to, kept until the checkpoint is converted.
-    """
-    from converters.assets.files import config_text
 
-    for name, content in tokenizer.files.items():
-        (folder / name).write_bytes(content)
-    ids = {f"{role}_token_id": tokenizer.special.get(role) for role in ("bos", "eos", "pad")}
-    config = json.loads(config_text(source, None)) | ids
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    known_ids = {name: number for name, number in ids.items() if number is not None}
-    (folder / "generation_config.json").write_text(json.dumps(known_ids, indent=2) + "\n")
-    return replace(source, assets=folder, config=config, notes=(*source.notes, *tokenizer.notes))
+    Raises:
+        RefusedError: the tokenizer has more tokens than the vocabulary.
+    """
+    from converters.assets.files import carried_assets, config_text, write
+
+    notes, own = [*_size_notes(source, tokenizer)], carried_assets(source)
+    config = json.loads(config_text(source, None))
+    configs = {CONFIG: config, GENERATION: object_of(own, GENERATION)}
+    if source.config is not None and GENERATION not in own:
+        del configs[GENERATION]  # transformers takes its settings from the config
+    ids = {f"{kind}_token_id": tokenizer.special.get(kind) for kind in KINDS}
+    told = {key: number for key, number in ids.items() if number is not None}
+    notes += _id_notes(configs, ids, tokenizer.path)
+    configs = {name: content | told for name, content in configs.items()}
+    config = configs[CONFIG] = configs[CONFIG] | {key: None for key in ids if key not in configs[CONFIG]}
+    texts = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in configs.items()}
+    kept = {name: path for name, path in own.items() if name not in texts and not is_of_tokenizer(Path(name).name)}
+    if source.assets is not None and (source.assets / INDEX).is_file():
+        kept[INDEX] = require_inside(source.assets / INDEX, source.assets)
+    write(folder, {**texts, **tokenizer.files}, kept)
+    template = held_template(own)
+    if template is not None and template != held_template({name: folder / name for name in tokenizer.files}):
+        notes.append(f"the chat template of {source.assets} is not carried: it belongs to the tokenizer there")
+    return replace(source, assets=folder, config=config, notes=(*source.notes, *tokenizer.notes, *notes))
+
+
+def _size_notes(source: Checkpoint, tokenizer: Tokenizer) -> Iterator[str]:
+    """A note on a tokenizer that has fewer tokens than the vocabulary.
+
+    Raises:
+        RefusedError: the tokenizer has more.
+    """
+    vocab, size = source.spec.vocab, tokenizer.size
+    if vocab is not None and size > vocab:
+        raise RefusedError(
+            f"{tokenizer.path} has {size} tokens, the vocabulary of {source.root} {vocab}: they contradict each other",
+            f"give the tokenizer of this model; or, if the training added tokens, --vocab-size {size}",
+        )
+    if vocab is not None and size < vocab:
+        yield (
+            f"{tokenizer.path} has {size} tokens, the vocabulary of {source.root} {vocab}: the other {vocab - size} "
+            "rows are carried too"
+        )
+
+
+def _id_notes(configs: Mapping[str, Mapping[str, Any]], ids: Mapping[str, int | None], path: Path) -> Iterator[str]:
+    """Notes on the ids of special tokens in the configs of a run that are not those of a tokenizer.
+
+    Args:
+        configs: the configs of the run, by name.
+        ids: the ids of the tokenizer, None for those that it does not name, by their keys in the configs.
+        path: what to call the tokenizer.
+    """
+    said = {(name, key): number for name, content in configs.items() for key, number in content.items() if key in ids}
+    others = {place: number for place, number in said.items() if number not in (None, ids[place[1]])}
+    texts = {place: f"{place[1]} {short(number)} of {place[0]}" for place, number in others.items()}
+    if kept := [text for place, text in texts.items() if ids[place[1]] is None]:
+        yield f"{path} does not name these tokens, whose ids are the run's: {', '.join(kept)}"
+    if replaced := [f"{text} is now {ids[place[1]]}" for place, text in texts.items() if ids[place[1]] is not None]:
+        yield f"ids of special tokens are those of {path}: {', '.join(replaced)}"
+    if ids["eos_token_id"] is None and not any(key == "eos_token_id" for _, key in others):
+        yield f"{path} names no token that ends a text, so that nothing stops generation: eos_token_id is null"
 
 
 def _sentencepiece(path: Path) -> Tokenizer:
@@ -107,7 +194,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
     model = SentencePieceProcessor()
     model.LoadFromSerializedProto(converted.reference)
     control = [token for token in tokens if token in converted.control or not model.is_unused(model.piece_to_id(token))]
-    names = {role: token for role, token in NAMES.items() if token in tokens}
+    names = _usual_names(tokens.__contains__)
     converted = convert_tokenizer(path, control=control, names=names)
     wrong = [check_result for check_result in check(converted, CHECKED) if check_result.different]
     if wrong:
@@ -119,16 +206,39 @@ def _sentencepiece(path: Path) -> Tokenizer:
     return Tokenizer(path, converted.files, converted.size, converted.special, converted.notes)
 
 
-def _fast(path: Path) -> Tokenizer:
+def _usual_names(has: Callable[[str], bool]) -> dict[str, str]:
+    """The tokens of `NAMES` that a tokenizer has, by role."""
+    found = {role: next(filter(has, tokens), None) for role, tokens in NAMES.items()}
+    return {role: token for role, token in found.items() if token is not None}
+
+
+def _size_of(path: Path) -> int | None:
+    """The number of tokens of a tokenizer.json or a SentencePiece model, None if the file is neither."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        if path.suffix == ".json":
+            return _backend(path).get_vocab_size(with_added_tokens=True)
+        return SentencePieceProcessor(model_file=str(path)).get_piece_size()
+    except (SourceError, OSError, RuntimeError):
+        return None
+
+
+def _backend(path: Path) -> Backend:
     from tokenizers import Tokenizer as Backend
 
     try:
-        backend = Backend.from_file(str(path))
+        return Backend.from_file(str(path))
     except Exception as error:  # noqa: BLE001  # the library raises nothing narrower
         raise SourceError(f"{path} is no tokenizer.json: {error}") from None
-    near = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.json")
-    files = {name: (path.parent / name).read_bytes() for name in near if (path.parent / name).is_file()}
-    names = NAMES | named_tokens({name: path.parent / name for name in files})
+
+
+def _fast(path: Path) -> Tokenizer:
+    backend = _backend(path)
+    near = [path.parent / name for name in NEAR] + sorted((path.parent / TEMPLATES).glob("*.jinja"))
+    files = {file.relative_to(path.parent).as_posix(): file.read_bytes() for file in near if file.is_file()}
+    names = _usual_names(lambda token: backend.token_to_id(token) is not None)
+    names |= named_tokens({name: path.parent / name for name in files})
     ids = {role: backend.token_to_id(token) for role, token in names.items()}
     special = {role: number for role, number in ids.items() if number is not None}
     if "tokenizer_config.json" not in files:

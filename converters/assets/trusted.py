@@ -52,6 +52,7 @@ _FLAGS = re.ASCII | re.IGNORECASE | re.DOTALL
 _TRAVELS = re.compile("|".join(f"(?:{names})" for names in TRAVELS.values()), _FLAGS)
 _RECORD = re.compile(TRAVELS["records"], _FLAGS)
 _READ = re.compile("|".join(f"(?:{TRAVELS[what]})" for what in WITH_A_MODEL), _FLAGS)
+_OF_TOKENIZER = re.compile("|".join(f"(?:{TRAVELS[what]})" for what in ("tokenizers", "chat templates")), _FLAGS)
 
 
 def refusal_reason(path: Path) -> str:
@@ -69,6 +70,11 @@ def refusal_reason(path: Path) -> str:
 def is_read_with_model(name: str) -> bool:
     """Whether a small file of this name determines what a model computes, or what its tokens are."""
     return _READ.fullmatch(name) is not None
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a small file of this name is part of a tokenizer, or its chat template."""
+    return _OF_TOKENIZER.fullmatch(name) is not None
 
 
 def is_record(name: str) -> bool:

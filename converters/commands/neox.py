@@ -49,7 +49,8 @@ ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
     "--tokenizer",
     type=FOLDER,
     metavar="FILE|FOLDER",
-    help="SentencePiece model, or tokenizer.json.  [default: the yml's vocab_file, if it is here]",
+    help="SentencePiece model, or tokenizer.json."
+    "  [default: that of the config's folder, or else the yml's vocab_file, if it is here]",
 )
 @shard_size
 @chat_template
@@ -75,14 +76,12 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
         if options["dtype"] not in ("keep", precision):
             raise UsageError(f"--precision {precision} is not --dtype {options['dtype']}", "leave one of them out")
         options["dtype"] = precision
-    vocabulary = load(tokenizer) if tokenizer is not None else named_in_yml(src, options["tag"], options["config"])
-    if vocabulary and vocabulary.size > (options["vocab_size"] or vocabulary.size):
-        raise UsageError(f"the tokenizer has {vocabulary.size} tokens, --vocab-size says {options['vocab_size']}")
-    if vocabulary and options["vocab_size"] is None:
-        options["vocab_size"] = vocabulary.size
     source = opened(src, options, NEOX)
     if architecture not in (None, ARCHITECTURES.get(source.spec.family)):
         raise UsageError(f"--architecture {architecture}, but {src} holds a {source.spec.family}", "leave it out")
+    vocabulary = load(tokenizer) if tokenizer is not None else named_in_yml(source)
+    if vocabulary and source.spec.vocab is None:
+        source = opened(src, options | {"vocab_size": vocabulary.size}, NEOX)
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if vocabulary:
             options["tokenizer"] = vocabulary.path

@@ -206,7 +206,7 @@ def check_manifest(source: Checkpoint) -> None:
             f"{path} is of a model that a table describes, {short(facts.get('family'))}, and none does now: {spec.why}",
             "correct its config.json, or name its --family; --verbatim carries every tensor under its own name",
         )
-    decided = {*stated.values, *(["vocab"] if stated.vocab_size else [])}
+    decided = {*stated.values}
     if isinstance(spec, ModelSpec) and family_named(spec.family).file:
         decided.add("family")
     here = {name: value for name, value in spec.settings().items() if name in facts and name not in decided}

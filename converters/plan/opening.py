@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from converters.common.hub_names import folder_of
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import UsageError, short
+from formats.errors import SourceError, UsageError, short
 from formats.format import Format
 from formats.huggingface import mtp
 from formats.layout.table import MTP
@@ -31,7 +31,7 @@ def resolve_source(path: Path, settings: Settings) -> tuple[Path, Settings, list
 
     Raises:
         UsageError: the config is neither a folder with a config.json nor a yml of GPT-NeoX.
-        SourceError: a name that begins with `hf://` is not on this machine.
+        SourceError: a name that begins with `hf://`, or a yml, is not on this machine.
     """
     source, notes = folder_of(path), list[str]()
     if source.note:
@@ -39,6 +39,8 @@ def resolve_source(path: Path, settings: Settings) -> tuple[Path, Settings, list
     if settings.config is not None:
         named = settings.config
         config = folder_of(named.parent if named.name == "config.json" and named.is_file() else named)
+        if config.folder.suffix in (".yml", ".yaml") and not config.folder.exists():
+            raise SourceError(f"{config.folder} is not there", "--config names the yml of the run, or an HF folder")
         yml = config.folder.suffix in (".yml", ".yaml", ".json") and config.folder.is_file()
         if not yml and not any(config.folder.glob("*.y*ml")) and not (config.folder / "config.json").is_file():
             raise UsageError(

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from converters.assets.trusted import is_read_with_model, refusal_reason
 from converters.common.manifest import changed_files, check_manifest, read_manifest, recorded_files, remembered_states
 from converters.plan.plan import MASTERS, Job, Plan, Recorded
 from formats.checkpoint import ASSETS, MANIFEST, Checkpoint
 from formats.errors import VerificationError, count, some
-from formats.model.spec import Verbatim
+from formats.layout.tensors import TENSORS
+from formats.model.spec import ModelSpec, Verbatim
 from formats.optimizer import STATES
+
+VOCAB = "vocab"
+"""The axis of tensors that have a row for each token, and the setting."""
 
 
 def check_manifests(plan: Plan) -> None:
@@ -49,13 +54,22 @@ def recorded_tensors(source: Checkpoint) -> dict[str, str]:
     """The digests in a source's manifest, of weights and optimizer states; empty if it lists tensors by other names.
 
     Those of parts of its tensors and of a model that is read with a table, or without one,
-    unlike when it was written, have other names.
+    unlike when it was written, have other names. With another vocabulary than when it was written, by the user's
+    decision, the tensors with a row for each token are others.
     """
     facts, remembered = read_manifest(source.home) or ({}, {})
     other = isinstance(source.spec, Verbatim) == ("layers" in facts)
     if not facts or other or source.original:
         return {}
-    return {**remembered, **remembered_states(source.home)}
+    every = {**remembered, **remembered_states(source.home)}
+    if not _has_other_vocabulary(source, facts):
+        return every
+    return {name: digest for name, digest in every.items() if VOCAB not in TENSORS.get(name.rpartition(".")[2], ())}
+
+
+def _has_other_vocabulary(source: Checkpoint, facts: Mapping[str, Any]) -> bool:
+    """Whether a model with a table is read with another vocabulary than the settings in its manifest say."""
+    return isinstance(source.spec, ModelSpec) and source.spec.vocab != facts.get(VOCAB, source.spec.vocab)
 
 
 def compared(plan: Plan, *, unchanged: bool = False) -> Plan:
@@ -104,6 +118,11 @@ def manifest_notes(plan: Plan) -> Iterator[str]:
             yield (
                 f"{some(changed, 5)} of {source.root}: not what {MANIFEST} says, and carried as it is; "
                 f"`convert assets {source.root} --from {source.root}` records a change that is meant"
+            )
+        if _has_other_vocabulary(source, facts := (read_manifest(source.home) or ({}, {}))[0]):
+            yield (
+                f"what has a row for each token is not compared with {MANIFEST} of {source.root}, which is of a "
+                f"vocabulary of {facts[VOCAB]}, and {source.spec.vocab} are read"
             )
         if not recorded_tensors(source):
             yield (

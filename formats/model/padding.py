@@ -45,3 +45,26 @@ def require_rows(vocab: int | None, rows: int, unit: int, where: str | Path, val
             f"{rows}: rows of tokens would be lost",
             f"give the tokenizer of this model, or override it with --set vocab={vocab}",
         )
+
+
+def require_recorded(recorded: int, size: int | None, config: Any, where: str | Path) -> None:
+    """Refuse a vocabulary other than that which the files record.
+
+    A config may have more tokens than its tokenizer, which the files record: nothing is lost.
+
+    Args:
+        recorded: the number of tokens that the files record.
+        size: the number that the user gave, None if there is none.
+        config: the number in the config that belongs to the weights, None if there is none.
+        where: what to call the file that records it in an error.
+
+    Raises:
+        RefusedError: the user gave another size, or a config that has fewer tokens.
+    """
+    given = size or config
+    if type(given) is int and (given < recorded or (size and given != recorded)):
+        named, way = ("--vocab-size", "leave --vocab-size out") if size else ("the config", "give its config")
+        raise RefusedError(
+            f"{where} says a vocabulary of {recorded}, {named} {given}: they contradict each other",
+            f"{way}, or override it with --set vocab={given}",
+        )

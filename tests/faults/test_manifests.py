@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from formats.disk.safetensors import read_safetensors
 from tests.faults.dcp_tools import refused, save
@@ -144,3 +145,21 @@ def test_weights_that_were_rounded_from_others(model, convert, tmp_path):
     refused(
         convert("average", *out, tmp_path / "out"), 6, "decoder.final_layernorm.weight differs from the vitruvian.json"
     )
+
+
+@pytest.mark.parametrize(("there", "back"), [("hf2neox", "neox2hf"), ("hf2megatron", "megatron2hf")])
+def test_rows_that_the_user_leaves_out(model, convert, tmp_path, there, back):
+    """Rows of tokens that the manifest has: they are no damage, and all else is compared."""
+    run, less = tmp_path / "run", ("--set", "vocab=94")
+    assert convert(there, model("llama-mha"), run).code == 0
+    refused(convert(back, run, tmp_path / "no", "--vocab-size", 94), 5, "211", "--vocab-size 94")
+    ran = convert(back, run, tmp_path / "out", *less)
+    assert ran.code == 0, ran.err
+    (manifest,) = run.rglob("vitruvian.json")
+    assert f"what has a row for each token is not compared with {manifest.name} of {run}" in ran.err
+    document = json.loads(manifest.read_text())
+    name = next(name for name in document["tensors"] if name.startswith("input_norm"))
+    document["tensors"][name]["blake3"] = "0" * 64
+    lines = "".join(f"{key} {document['tensors'][key]['blake3']}\n" for key in sorted(document["tensors"]))
+    manifest.write_text(json.dumps({**document, "digest": blake3(lines.encode()).hexdigest()}))
+    refused(convert(back, run, tmp_path / "damaged", *less), 6, "is damaged: 1 tensor differs from its vitruvian.json")

@@ -205,8 +205,9 @@ def opened(path: Path, config: Config, scratch: Path) -> Checkpoint:
     if tokenizer is not None and not tokenizer.exists():
         hint = "--model.tokenizer FILE; or null for none"
         raise SourceError(f"{tokenizer}, the tokenizer of {path}, is not there", hint)
-    loaded = load(tokenizer) if tokenizer is not None else named_in_yml(path, None, config.model.config)
+    loaded = load(tokenizer) if tokenizer is not None else named_in_yml(source)
     if loaded is None:
         return source
-    source = open_checkpoint(path, replace(settings, vocab_size=loaded.size))
+    if source.spec.vocab is None:
+        source = open_checkpoint(path, replace(settings, vocab_size=loaded.size))
     return attached(source, loaded, scratch)

@@ -39,7 +39,7 @@ from formats.deepspeed.mds.tables import (
 )
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import place_pieces
@@ -50,6 +50,7 @@ from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.options import CORE
 from formats.megatron.classic import assets_of, spec_of
 from formats.megatron.shards import args_of, iteration_of, require_padding, vocab_multiple
+from formats.model.padding import require_recorded
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 from formats.torch_files import saved_names
@@ -242,8 +243,6 @@ def _ours(file: TorchFile) -> Mapping[str, Any]:
 def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] | None) -> Settings:
     """Return the settings, with the vocabulary size that the files record, unless the user or a config decides it.
 
-    A config may have more tokens than its tokenizer, which the files record: nothing is lost.
-
     Raises:
         RefusedError: the user gave another size, or a config that has fewer tokens.
     """
@@ -256,15 +255,7 @@ def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] |
     recorded = positive_int(vocab, "original_vocab_size", str(file.path))
     if settings.vocab_size is None and config is None:
         return replace(settings, vocab_size=recorded)
-    given = settings.vocab_size or (config or {}).get("vocab_size")
-    if type(given) is int and (given < recorded or (settings.vocab_size and given != recorded)):
-        named, way = (
-            ("--vocab-size", "leave --vocab-size out") if settings.vocab_size else ("the config", "give its config")
-        )
-        raise RefusedError(
-            f"{file.path} says a vocabulary of {recorded}, {named} {given}: they contradict each other",
-            f"{way}, or override it with --set vocab={given}",
-        )
+    require_recorded(recorded, settings.vocab_size, (config or {}).get("vocab_size"), file.path)
     return settings
 
 

@@ -339,8 +339,8 @@ def _describe(
 
     Raises:
         SourceError: yml and files do not belong together, or the vocabulary has more tokens than the embedding rows.
-        RefusedError: the vocabulary is too small for the rows of the embedding; or yml and config contradict each
-            other.
+        RefusedError: the vocabulary is too small for the rows of the embedding, or is another than a conversion
+            recorded; or yml and config contradict each other.
     """
     yml, where = config_of(tag, settings.config)
     neox_checks.require_same_model(models, yml, settings, where, tp)
@@ -352,6 +352,8 @@ def _describe(
     base = huggingface.read_spec(config, assets, Settings()) if assets and config is not None else None
     known = models[0].value.get(deepspeed.OURS)
     known = known if isinstance(known, Mapping) else {}
+    if type(known.get("vocab")) is int and "vocab" not in settings.values:
+        padding.require_recorded(known["vocab"], settings.vocab_size, base and base.vocab, models[0].path)
     vocab = settings.vocab_size or (base.vocab if base else known.get("vocab"))
     keys = joined.rows.keys()
     padded = _rows(joined, r"word_embeddings\.weight")

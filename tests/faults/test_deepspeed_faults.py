@@ -336,6 +336,21 @@ def test_no_yml(neox, check_refusal):
     check_refusal(run, 3, "elsewhere.yml is not there", "--config", flags=("--config", "elsewhere.yml"))
 
 
+def test_a_yml_that_contradicts_the_one_saved_with_the_weights(neox, convert, check_refusal, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    other = tmp_path / "other.yml"
+    flags = ("--config", other, "--vocab-size", 101)
+    shutil.copy(changed(tag), other)
+    assert convert("neox2hf", run, tmp_path / "same", *flags).code == 0
+    shutil.copy(changed(tag, rotary_emb_base=777), other)
+    changed(tag, rotary_emb_base=10000)
+    both = f"{other} and the yml saved with the weights contradict each other"
+    check_refusal(run, 5, both, "rope_theta: 777.0 | 10000.0", flags=flags)
+    assert convert("neox2hf", run, tmp_path / "out", *flags, "--set", "rope_theta=777").code == 0
+    (tag / "configs" / "second.yml").write_text("rotary_emb_base: 5\n")  # the two cannot be read together
+    assert convert("neox2hf", run, tmp_path / "named", *flags).code == 0
+
+
 @pytest.mark.parametrize("name", ["num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"])
 def test_the_yml_of_another_model(neox, check_refusal, name):
     run, tag = neox("llama-mha-tp2")

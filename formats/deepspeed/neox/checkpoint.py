@@ -12,7 +12,7 @@ tests have checkpoints that GPT-NeoX wrote, with its own logits.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -361,7 +361,13 @@ def _describe(
     inner = _rows(joined, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight")
     biases = neox_checks.require_same_biases(keys, yml, where, tag)
     ffn, family = inner // 2 if is_gated(yml) and not old else inner, base.family if base else known.get("family")
-    spec = from_neox({**yml, "model_parallel_size": tp}, settings.values, ffn, biases, vocab, where, family)
+
+    def described(config: Mapping[str, Any], name: str) -> ModelSpec:
+        return from_neox({**config, "model_parallel_size": tp}, settings.values, ffn, biases, vocab, name, family)
+
+    spec = described(yml, where)
+    if settings.config not in (None, assets) and (saved := _saved(tag, described)):
+        neox_checks.require_same_yml(spec, saved, settings, where)
     if spec.vocab is not None and spec.vocab > padded:
         raise SourceError(
             f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
@@ -426,6 +432,14 @@ def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
     if not paths:
         raise OptionNeededError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
     return read_yml(paths), str(paths[0] if len(paths) == 1 else place)
+
+
+def _saved(tag: Path, described: Callable[[Mapping[str, Any], str], ModelSpec]) -> ModelSpec | None:
+    """The model of the yml saved with the weights; None if none can be read, for which the user names one."""
+    try:
+        return described(*config_of(tag, None))
+    except (SourceError, OptionNeededError, UnsupportedError):
+        return None
 
 
 def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> int:

@@ -137,3 +137,13 @@ def require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, wh
     if spec.sliding_window is not None and base.sliding_window == spec.sliding_window - 1:
         decided.add("sliding_window")
     require_same_settings(spec, base, f"{where} and its config.json", "yml | config", decided)
+
+
+def require_same_yml(spec: ModelSpec, saved: ModelSpec, settings: Settings, where: str) -> None:
+    """Refuse a yml of the user that describes another model than the yml saved with the weights.
+
+    Raises:
+        RefusedError: the two contradict each other.
+    """
+    both = f"{where} and the yml saved with the weights"
+    require_same_settings(spec, saved, both, "--config | saved", {*settings.values})

@@ -118,7 +118,7 @@ def notes_of(plan: Plan) -> list[str]:
         parts = language_model.modules_of(source.left)
         notes.append(f"--only {source.settings.only} leaves out {len(source.left)} tensors: {some(parts, 6)}")
     padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
-    if padding and plan.output_jobs is None:
+    if padding > 0 and plan.output_jobs is None:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
     return [*notes, *manifest_notes(plan)]
 

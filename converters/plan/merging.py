@@ -249,7 +249,7 @@ def _resized(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint)
         for placed in base.tensors
         if placed.slot.rule.pattern.tensors in changed and placed.key in resized and _is_further(placed.slot)
     ]
-    settings = replace(base.settings, vocab_size=rows(spec))
+    settings = replace(base.settings, values={**base.settings.values, "vocab": rows(spec)})
     return replace(base, spec=spec, tensors=(*unchanged, *own.values(), *copies), settings=settings)
 
 

@@ -28,7 +28,7 @@ from formats.checkpoint import Checkpoint, OutputFile
 from formats.deepspeed.folders import OURS
 from formats.deepspeed.partitions import Partition
 from formats.deepspeed.steps import steps_by_group, steps_made
-from formats.disk.safetensors import FLOATS, Fragment, row_major
+from formats.disk.safetensors import FLOATS, row_major
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Cut, Piece
 from formats.layout.lowering import run_sizes
@@ -38,7 +38,6 @@ from formats.layout.slots import Slot
 from formats.model.accepted import STEPS
 from formats.model.adapters import is_of_adapter
 from formats.optimizer import required_states
-from formats.torch_files import duplicate_files
 from formats.torch_files.archive import read_torch
 from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import archived
@@ -248,10 +247,8 @@ def parameters(
         skip: the parameters that are left out.
 
     Raises:
-        SourceError: a file is missing, or holds no tensor, or a tensor of another shape or element type; or it is a
-            copy of another one.
+        SourceError: a file is missing, or holds no tensor, or a tensor of another shape or element type.
     """
-    read: list[tuple[Path, tuple[Fragment]]] = []
     for name in names(tag):
         if name in skip:
             continue
@@ -272,9 +269,7 @@ def parameters(
         if fragment.dtype not in FLOATS:
             raise SourceError(f"{file.path} holds {state} of {short(name)} as {fragment.dtype}, which is no float")
         part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
-        read.append((file.path, (fragment,)))
         yield name, from_pieces(name, shape, fragment.dtype, [Piece(part, fragment)]), keys
-    duplicate_files.require_own(read)
 
 
 def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:

@@ -271,8 +271,9 @@ def test_a_dry_run_writes_nothing(train, tmp_path):
     ],
 )
 def test_wrong_words(train, tmp_path, options, code, message):
-    base = ["--input", INPUTS[0], "--output-prefix", tmp_path / "P", "--vocab-file", MODEL]
-    ran = train("role-bins", *base, *options)
+    usual = {"--output-prefix": tmp_path / "P", "--vocab-file": MODEL}
+    base = [word for pair in usual.items() if pair[0] not in options for word in pair]
+    ran = train("role-bins", "--input", INPUTS[0], *base, *options)
     assert ran.code == code
     assert message in ran.err
     assert not list(tmp_path.iterdir())

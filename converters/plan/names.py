@@ -72,6 +72,20 @@ def has_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> bool:
     return _transformers_names(source, config) is not None
 
 
+def with_copies_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """A checkpoint without the copies that its model does not have in memory, where transformers tells.
+
+    Args:
+        source: the opened checkpoint.
+        config: the config.json of the output.
+    """
+    answer = _transformers_names(source, config)
+    if answer is None:
+        return source
+    copies = {copy: entry for copy, entry in answer.spec.copies.items() if copy in answer.memory}
+    return replace(source, spec=replace(answer.spec, copies=copies))
+
+
 def with_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint with tensor names of files, as if it had the names that its model has in memory.
 

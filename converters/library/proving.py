@@ -322,12 +322,13 @@ def _verified(
     out, as for a share, are not compared.
     """
     from converters.plan.state_jobs import state_jobs
-    from converters.plan.training_state import training_of
+    from converters.plan.training_state import training_of, with_parameters
 
     plan, there = plan_reading(checkpoint), {**against, **states}
     weights = {job.name for job in plan.jobs}
     if states:
-        optimizer_states, _ = training_of(checkpoint).states(checkpoint)
+        written = with_parameters(checkpoint, {name.partition(".")[2] for name in states})
+        optimizer_states, _ = training_of(checkpoint).states(written)
         apart = {state: of for state, of in optimizer_states.items() if not _are_weights(of, checkpoint)}
         plan = replace(plan, jobs=(*plan.jobs, *state_jobs(checkpoint, apart)))
     elif "optimizer" in checkpoint.state:

@@ -70,7 +70,9 @@ def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
     try:
         if not training.is_trained(source):
             return None
-        states, about = training.states(source)
+        from converters.plan.names import as_trained
+
+        states, about = training.states(as_trained(source))
     except VitruvianError as error:
         return {"states": [], "why": str(error)}
     return {"states": [*states], **about}

@@ -18,6 +18,7 @@ from converters.plan import agreement
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError
+from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.layout.columns import Cut
 from formats.layout.placed import Placed
@@ -72,6 +73,20 @@ def has_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> bool:
     return _transformers_names(source, config) is not None
 
 
+def with_copies_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """A checkpoint without the copies that its model does not have in memory, where transformers tells.
+
+    Args:
+        source: the opened checkpoint.
+        config: the config.json of the output.
+    """
+    answer = _transformers_names(source, config)
+    if answer is None:
+        return source
+    copies = {copy: entry for copy, entry in answer.spec.copies.items() if copy in answer.memory}
+    return replace(source, spec=replace(answer.spec, copies=copies))
+
+
 def with_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint with tensor names of files, as if it had the names that its model has in memory.
 
@@ -117,9 +132,8 @@ def with_names_in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkp
     answer = _transformers_names(source, config)
     if answer is None:
         return source
-    spec, memory = answer.spec, answer.memory
-    known = {name for name, shape in spec.shapes.items() if memory.get(name) == shape}
-    tied = {copy: entry for copy, entry in answer.tied.items() if {copy, entry} <= known}
+    spec = answer.spec
+    known, tied = _known(answer), _tied(answer)
     moves: dict[str, list[Move]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, entry in answer.hub.items():
@@ -132,6 +146,20 @@ def with_names_in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkp
     rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
     names = Names(shapes | rest, moves, tuple(copy for copy in tied if copy in moves))
     return _renamed(source, spec, config, names, "the name that transformers saves it under")
+
+
+def as_trained(source: Checkpoint) -> Checkpoint:
+    """An FSDP checkpoint as its optimizer knows it: tensors that transformers ties are copies of one parameter."""
+    if source.format != FSDP.name or not isinstance(source.spec, Verbatim):
+        return source
+    config = json.loads(config_text(source, None))
+    answer = _transformers_names(source, config)
+    if answer is None:
+        return source
+    spec, tied = answer.spec, _tied(answer)
+    moves = {copy: [_whole(copy, spec.shapes[copy])._replace(name=entry)] for copy, entry in tied.items()}
+    shapes = {name: shape for name, shape in spec.shapes.items() if name not in tied}
+    return _renamed(source, spec, config, Names(shapes, moves, tuple(tied)), spec.under)
 
 
 def with_names(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, str]) -> Checkpoint:
@@ -149,6 +177,17 @@ def with_names(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, 
         raise SourceError(f"{source.root} holds {new[twice]} twice: {twice} is another name of it")
     moves = {old: [_whole(old, shape)._replace(name=new.get(old, old))] for old, shape in spec.shapes.items()}
     return _renamed(source, spec, config, Names(shapes, moves), "the name that files of the Hub have")
+
+
+def _known(answer: TransformersNames) -> set[str]:
+    """The tensors of a checkpoint that have name and shape of one in memory."""
+    return {name for name, shape in answer.spec.shapes.items() if answer.memory.get(name) == shape}
+
+
+def _tied(answer: TransformersNames) -> dict[str, str]:
+    """The tensors of a checkpoint that are copies in memory: the tensor, also there, that each is a copy of."""
+    known = _known(answer)
+    return {copy: entry for copy, entry in answer.tied.items() if {copy, entry} <= known}
 
 
 def slots_by_name_in_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot] | None:

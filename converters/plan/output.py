@@ -269,6 +269,7 @@ def _megatron_deepspeed(source: Checkpoint, request: Request, output: Output) ->
 
 
 def _deepspeed(source: Checkpoint | States, request: Request, _: Output) -> Plan:
+    from converters.plan.names import as_trained
     from converters.plan.training_state import optimizer_of
     from converters.plan.universal import plan_of_optimizer, plan_universal
     from formats.deepspeed.universal import States
@@ -277,7 +278,7 @@ def _deepspeed(source: Checkpoint | States, request: Request, _: Output) -> Plan
         raise UsageError("a universal checkpoint holds float32 alone", "leave --dtype out")
     if isinstance(source, States):
         return plan_universal(source, request)
-    return plan_of_optimizer(source, optimizer_of(source), request)
+    return plan_of_optimizer(as_trained(source), optimizer_of(source), request)
 
 
 def _mistral(source: Checkpoint, request: Request, _: Output) -> Plan:

@@ -352,9 +352,11 @@ def plan_fsdp(
         assert isinstance(source.spec, Verbatim)
         whole = whole_models.describe(source.spec, json.loads(config), str(source.root), trainer)
         deviations = whole_models.GELU.notes(source.settings.accept, trainer)
-    elif isinstance(source.spec, Verbatim) and source.format == HUGGINGFACE.name:
-        untold = not names.has_names_in_memory(source, json.loads(config))
-        source = names.with_names_in_memory(source, json.loads(config))
+    elif isinstance(source.spec, Verbatim):
+        source = names.with_copies_in_memory(source, json.loads(config))
+        if source.format == HUGGINGFACE.name:
+            untold = not names.has_names_in_memory(source, json.loads(config))
+            source = names.with_names_in_memory(source, json.loads(config))
     dtypes = cast_dtypes(source, request.cast)
     target = fsdp.write(request.root, source.spec, dtypes, ranks, trained, trainer=trainer, whole=whole)
     texts = {**target.texts, "config.json": config}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
+from converters.plan.names import as_trained
 from converters.plan.plan import MASTERS, Job, Plan, cast_dtypes, make_plan
 from converters.plan.request import Request
 from converters.plan.state_jobs import state_jobs, tensors_of
@@ -16,6 +17,7 @@ from formats.deepspeed.mds import writer as mds_writer
 from formats.deepspeed.mds.checkpoint import MegatronDeepSpeed
 from formats.errors import UnsupportedError, UsageError, VerificationError
 from formats.format import Training
+from formats.fsdp import FSDP
 from formats.huggingface.nanotron.optimizer_writer import Topology
 from formats.layout.placed import Placed, files_of
 from formats.layout.tensors import UNTRAINED
@@ -25,6 +27,7 @@ from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER
+from formats.model.spec import Verbatim
 from formats.optimizer import MOMENTUM, AnyGroup, Group, Muon, Optimizer
 from formats.registry import format_of
 
@@ -51,7 +54,20 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
         SourceError: the checkpoint holds no optimizer, or an incomplete one.
         UnsupportedError: optimizers of its format are not read.
     """
-    return training_of(source).read(source)
+    return training_of(source).read(as_trained(source))
+
+
+def with_parameters(source: Checkpoint, names: Set[str]) -> Checkpoint:
+    """An FSDP checkpoint that was written here without further names of its parameters, whose states have `names`.
+
+    Only of a model without a table; what else is read is told by `as_trained`.
+    """
+    spec = source.spec
+    if source.format != FSDP.name or not isinstance(spec, Verbatim):
+        return source
+    shapes = {name: shape for name, shape in spec.shapes.items() if name in names}
+    tensors = tuple(item for item in source.tensors if not names.isdisjoint(item.slot.rule.pattern.tensors))
+    return replace(source, tensors=tensors, spec=replace(spec, shapes=shapes))
 
 
 def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str | None = None) -> Plan:
@@ -88,7 +104,9 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 
     jobs = state_jobs(source, moments.states, target=plan.target)
-    return _with_states(plan, moments.states, jobs, notes, _reader_of_same(optimizer.step, optimizer.groups))
+    same = _reader_of_same(optimizer.step, optimizer.groups)
+    names = {name for state in moments.states.values() for name, _ in state.dtypes()}
+    return _with_states(plan, moments.states, jobs, notes, lambda written: same(with_parameters(written, names)))
 
 
 def plan_run(

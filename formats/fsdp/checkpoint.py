@@ -351,7 +351,9 @@ def write(
     stored = [dcp_writer.whole_slot(slot, name) for slot, name in zip(slots, paths, strict=True)]
     settings: dict[dcp_writer.Keys, bytes | Small] = {}
     if optimizer is not None:
-        trained = [slot for slot in slots if not (slot.replica or UNTRAINED.intersection(slot.rule.pattern.tensors))]
+        own = [slot for slot in slots if not (slot.replica or UNTRAINED.intersection(slot.rule.pattern.tensors))]
+        # without a table, a further name of a parameter is a tensor of its own, and has no states
+        trained = [slot for slot in own if any(optimizer.has(state, slot) for state in optimizer.dtypes)]
         for slot in trained:
             for state, of in optimizer.dtypes.items():
                 if not optimizer.has(state, slot):

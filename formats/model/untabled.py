@@ -30,6 +30,8 @@ EMBEDDINGS = (
 """Keys of embeddings that are one tensor with `HEAD` in a tied model."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of classes that have an output head."""
+MULTIMODAL = ("ForConditionalGeneration",)
+"""End of the names of further classes with that head, where the language model is one module of several."""
 FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe")
 TRANSPOSED = {"qwen3_vl_moe": {".experts.gate_up_proj": -1, ".experts.down_proj": -2}}
@@ -70,11 +72,12 @@ def describe(
         raise UnsupportedError(f"a tensor of shape {list(shapes[''])} has an empty name", "remove it from its file")
     embedding = next((key for key in EMBEDDINGS if key in shapes), "")
     names = config.get("architectures")
-    causal = isinstance(names, list) and any(isinstance(name, str) and name.endswith(CAUSAL) for name in names)
+    causal = _is_any(names, CAUSAL)
     silent = "tied" not in settings and "tie_word_embeddings" not in config  # allowed where the class ties
     headless = silent and causal and embedding != "" and HEAD not in shapes
     tied = headless or settings.get("tied", config.get("tie_word_embeddings")) is True
-    same = embedding != "" and shapes.get(HEAD, shapes[embedding]) == shapes[embedding]
+    headed = not names or causal or (".language_model." in embedding and _is_any(names, MULTIMODAL))
+    same = embedding != "" and (shapes[HEAD] == shapes[embedding] if HEAD in shapes else headed)
     copies = {HEAD: embedding} if tied and same else {}
     fused = any(map(FUSED.search, shapes)) and config["model_type"] not in FUSED_ON_HUB
     notes = [TIED_NOTE.format(embedding)] * headless + [FUSED_NOTE] * fused
@@ -89,6 +92,11 @@ def describe(
         tuple(notes),
         transposed=frozenset(_transposed_experts(config, shapes)),
     )
+
+
+def _is_any(names: Any, ends: tuple[str, ...]) -> bool:
+    """Whether the `architectures` of a config name a class whose name has one of some ends."""
+    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(ends) for name in names)
 
 
 def hidden_axis(kind: str, key: str) -> int | None:

@@ -179,3 +179,46 @@ def test_what_torch_loads_of_what_no_table_knows(convert, tmp_path, name):
     assert convert("fsdp2hf", tmp_path / "c", tmp_path / "out").code == 0
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
+
+
+MASKED: dict[str, Any] = {
+    "DistilBertForMaskedLM": {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "BertForMaskedLM": {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    },
+}  # fmt: skip
+"""Classes whose heads share a matrix with the embedding, and one a bias too, under names of no other class."""
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_states_of_a_tied_parameter_are_under_one_of_its_names(convert, tmp_path, name):
+    """torch saves the weight under each name, and its moments under one: so does what is written."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    import transformers
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**MASKED[name]))
+    model.save_pretrained(tmp_path / "hf")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    weights, trained = get_state_dict(model, optimizer)
+    assert len(trained["state"]) < len(weights)
+    folder = save(tmp_path / "run", {"model": weights, "optim": trained})
+    ran = convert("hf2fsdp", folder, tmp_path / "c", "--config", tmp_path / "hf", "--with-optimizer", "--ranks", 2)
+    assert ran.code == 0, ran.err
+    written = dcp.FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
+    moments = {key for key in written if key.startswith("optim.state.")}
+    assert moments == {f"optim.state.{key}.{state}" for key, of in trained["state"].items() for state in of}
+    empty = {key: {state: torch.zeros_like(each) for state, each in of.items()} for key, of in trained["state"].items()}
+    dcp.load({"optim": {"state": empty}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert all(torch.equal(each, trained["state"][key][state]) for key in empty for state, each in empty[key].items())
+    assert convert("verify", tmp_path / "c").code == 0
+    record = json.loads(convert("inspect", tmp_path / "c", "--json").out)
+    assert record["optimizer"]["states"] == ["exp_avg", "exp_avg_sq"]
+    assert convert("zero2universal", tmp_path / "c", tmp_path / "u").code == 0
+    names = {path.name for path in tmp_path.glob("u/*/zero/*") if path.is_dir()}
+    assert names == {key for key, _ in model.named_parameters()}

@@ -7,17 +7,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import vitruvian
 import vitruvian.torch
 from formats.huggingface.config import from_huggingface
 from formats.model.spec import differences
+from tests.faults.dcp_tools import save
 from tests.models import MODELS, SMALL, settings_of
 
 SCRIPT = Path(__file__).with_name("sharded_model.py")
@@ -224,3 +228,54 @@ def test_layers_that_share_a_block_are_one_in_the_model_and_in_the_file(tmp_path
     filled = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     vitruvian.torch.load(filled, tmp_path / "hf")
     assert all(torch.equal(tensor, judge.state_dict()[name]) for name, tensor in filled.state_dict().items())
+
+
+TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+DECODER = {"vocab_size": 96, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+WITHOUT_TABLE: dict[str, dict[str, Any]] = {
+    "Qwen2ForSequenceClassification": {**TEXT, "tie_word_embeddings": True, "num_labels": 1},
+    "GemmaForSequenceClassification": {**TEXT, "head_dim": 8, "num_labels": 1},
+    "LlamaForTokenClassification": {**TEXT, "tie_word_embeddings": True},
+    "TrOCRForCausalLM": DECODER,
+    "T5ForConditionalGeneration": {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2},
+    "MambaForCausalLM": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+}
+"""Models without a table whose config ties: those that have no head, and those that have it under some name."""
+
+
+def without_table(name: str, folder: Path) -> torch.nn.Module:
+    """A model without a table, its Hugging Face folder in `hf`, and what `dcp.save` makes of it in `dcp`."""
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**WITHOUT_TABLE[name]))
+    model.save_pretrained(folder / "hf")
+    save(folder / "dcp", {"model": model.state_dict()})
+    shutil.copy(folder / "hf/config.json", folder / "dcp")
+    return model
+
+
+@pytest.mark.parametrize("name", WITHOUT_TABLE)
+def test_names_of_one_tensor_are_those_of_the_model(tmp_path, name):
+    """No head is written that the model lacks, and equal tensors of a checkpoint fill one of the model."""
+    model = without_table(name, tmp_path)
+    expected = model.state_dict()
+    for source in (tmp_path / "hf", tmp_path / "dcp"):
+        out = tmp_path / f"{source.name} in fsdp"
+        vitruvian.convert(source, out, to="fsdp")
+        written = FileSystemReader(out).read_metadata().state_dict_metadata
+        assert written.keys() == {f"model.{key}" for key in expected}
+        for each in (source, out):
+            filled = type(model)(model.config)
+            loaded = vitruvian.torch.load(filled, each)
+            assert (loaded.missing, loaded.unexpected) == ((), ())
+            assert all(torch.equal(tensor, expected[key]) for key, tensor in filled.state_dict().items())
+
+
+def test_tensors_that_differ_do_not_fill_one_of_the_model(tmp_path):
+    model = without_table("MambaForCausalLM", tmp_path)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    state["lm_head.weight"][95, 31] += 1
+    save(tmp_path / "dcp", {"model": state})
+    words = r"backbone\.embeddings\.weight and lm_head\.weight are one tensor in the model, and several"
+    with pytest.raises(vitruvian.RefusedError, match=words):
+        vitruvian.torch.load(model, tmp_path / "dcp")

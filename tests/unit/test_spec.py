@@ -328,6 +328,26 @@ def test_a_class_without_a_head_is_given_none(name, headless):
 
 
 @pytest.mark.parametrize(
+    ("names", "embedding", "headed"),
+    [
+        (["Qwen2ForSequenceClassification"], "model.embed_tokens.weight", False),
+        (["LlamaForTokenClassification"], "model.embed_tokens.weight", False),
+        (["WhisperForConditionalGeneration"], "model.decoder.embed_tokens.weight", False),
+        (["Qwen2VLForConditionalGeneration"], "model.language_model.embed_tokens.weight", True),
+        (["MptForCausalLM"], "transformer.wte.weight", True),
+        (None, "model.embed_tokens.weight", True),
+    ],
+)
+def test_a_tied_config_makes_no_head(names, embedding, headed):
+    """A copy that no file holds is one of a class that has it, or of one that nothing names; one in a file is one."""
+    config = {"model_type": "kind", "architectures": names, "tie_word_embeddings": True}
+    for held in (False, True):
+        shapes = {embedding: (8, 4)} | ({"lm_head.weight": (8, 4)} if held else {})
+        spec = describe(config, shapes, {}, "no table")
+        assert dict(spec.copies) == ({"lm_head.weight": embedding} if headed or held else {})
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"rotary_percent": 0.5, "add_qkv_bias": True}, "partial rotary embedding"),

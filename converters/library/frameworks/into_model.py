@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -108,7 +109,8 @@ def load(
         options: by the flags of the commands.
 
     Raises:
-        RefusedError: settings, names, shapes or (without `cast`) element types differ.
+        RefusedError: settings, names, shapes or (without `cast`) element types differ, or tensors do that are one in
+            the model.
         UnsupportedError: a DTensor has another placement.
         DamagedError: bytes that were read do not have the checksum that the source records; the model is filled then.
         VerificationError: copies of a tensor differ, or a tensor that is read as a whole is not what the source's
@@ -131,7 +133,8 @@ def load(
             )
         for name in shared_names:
             _require_fit(name, tensors[name], stored[name], cast=cast)
-            _require_one(shared[name], stored)
+        for names in {id(shared[name]): shared[name] for name in shared_names}.values():
+            _require_one({name: tensors[name] for name in sorted(names & stored.keys())}, stored)
         _require_settings(model, checkpoint)
         notes = view.notes
         reads = (partial(stored[name].words, *_ranges(name, tensors[name])) for name in shared_names)
@@ -222,20 +225,25 @@ def _hint(missing: Sequence[str]) -> str:
     return f"the model is wrapped: load {inner[0]}" if inner else ""
 
 
-def _require_one(names: set[str], stored: Mapping[str, Tensor]) -> None:
-    """Refuse names of one tensor of the model that are different tensors in the checkpoint.
+def _require_one(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Refuse names of one tensor of the model that are tensors of the checkpoint with different elements.
+
+    Only the elements are compared that this rank holds.
 
     Raises:
-        RefusedError: the checkpoint has several tensors under these names.
+        RefusedError: the checkpoint has different tensors under these names.
     """
-    if len(names) == 1:
+    first, *others = {_origins(stored[name]): name for name in tensors}.values()
+    if not others:
         return
-    different = {_origins(stored[key]): key for key in sorted(names) if key in stored}
-    if len(different) > 1:
-        raise RefusedError(
-            f"{' and '.join(different.values())} are one tensor in the model, and several in the checkpoint",
-            "make the model with tie_word_embeddings=False",
-        )
+    ranges, dtype = _ranges(first, tensors[first]), stored[first].dtype
+    held = stored[first].words(*ranges)
+    for other in others:
+        if stored[other].dtype != dtype or not np.array_equal(held, stored[other].words(*ranges)):
+            raise RefusedError(
+                f"{first} and {other} are one tensor in the model, and several in the checkpoint",
+                "make the model with tie_word_embeddings=False",
+            )
 
 
 def _origins(tensor: Tensor) -> frozenset[object]:

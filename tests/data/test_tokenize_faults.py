@@ -36,10 +36,18 @@ def corpus(path, number=4000):
 
 
 def words_of(tmp_path, name, *options):
+    paths = {"--vocab-file": GOLDEN / "model.model", "--output-prefix": tmp_path / name}
+    usual = [str(word) for pair in paths.items() if pair[0] not in options for word in pair]
     return [
-        "tokenize", "--input", str(tmp_path / "in.jsonl"), "--vocab-file", str(GOLDEN / "model.model"), "--append-eod",
-        "--output-prefix", str(tmp_path / name), "--workers", "2", *map(str, options),
-    ]  # fmt: skip
+        "tokenize",
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        *usual,
+        "--append-eod",
+        "--workers",
+        "2",
+        *map(str, options),
+    ]
 
 
 PROGRAM = (

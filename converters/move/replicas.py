@@ -20,7 +20,9 @@ from formats.layout.slots import SHARED, Replica
 from formats.model import lora
 
 FARTHEST = 0.5
-"""A fraction of the largest element of a tensor: copies of a norm that are farther apart did not drift there."""
+"""A fraction: copies of a norm did not drift apart where an element is farther apart than this of the largest one, and
+the whole farther than this of its length. One element may be: at first every bias is the rate, and some signs are noise.
+"""
 
 
 class Tile(NamedTuple):
@@ -89,7 +91,7 @@ class Copies:
                 self.worst[name] = max(self.worst.get(name, 0.0), distance)
                 continue
             self.drift = max(self.drift, distance)
-            if self.plausible and not distance <= FARTHEST * _largest(values, dtype):
+            if self.plausible and _are_far(values, copy, dtype):
                 self.worst[None] = max(self.worst.get(None, 0.0), distance)
         return differ
 
@@ -145,8 +147,12 @@ class Copies:
         )
 
 
-def _largest(values: Array, dtype: str) -> float:
-    return float(np.abs(casts.to_float(values, dtype)).max(initial=0.0))
+def _are_far(first: Array, second: Array, dtype: str) -> bool:
+    """Whether copies are farther apart than drift brings them, by their largest elements and by their lengths."""
+    a, b = (casts.to_float(values, dtype).astype(np.float64) for values in (first, second))
+    with np.errstate(invalid="ignore"):
+        apart = a - b
+    return not any(np.linalg.norm(apart, order) <= FARTHEST * np.linalg.norm(a, order) for order in (np.inf, 2))
 
 
 def _distance(first: Array, second: Array, dtype: str) -> float:

@@ -89,7 +89,7 @@ def last_of(run: Path, count: int) -> list[Path]:
     Raises:
         SourceError: the run is no folder, or holds fewer checkpoints.
         RefusedError: the checkpoints count different things, such as steps and epochs; or the tracker of the run names
-            an older checkpoint than the newest, whose save was cut short or taken back.
+            another checkpoint than the newest, whose save was cut short or taken back, or which is not there.
     """
     if not run.is_dir():
         raise SourceError(f"{run} is not a folder", "name the run, in which the checkpoints are")
@@ -105,9 +105,10 @@ def last_of(run: Path, count: int) -> list[Path]:
         )
     for tracker in (run / name for name in TRACKERS if (run / name).is_file()):
         latest = re.search(r"\d+$", tracker.read_text(errors="replace").strip())
-        if latest and int(latest[0]) < max(named)[0]:
+        if latest and int(latest[0]) != max(named)[0]:
+            newest = "is there too" if int(latest[0]) < max(named)[0] else "is the newest that is there"
             raise RefusedError(
-                f"{tracker} says that {latest[0]} is the latest checkpoint, and {names[-1]} is there too",
+                f"{tracker} says that {latest[0]} is the latest checkpoint, and {names[-1]} {newest}",
                 "name the checkpoints that are meant, each for itself",
             )
     return [run / name for name in names[-count:]]

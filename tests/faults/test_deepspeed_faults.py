@@ -220,6 +220,21 @@ def test_a_copy_that_did_not_drift_there(neox, check_refusal):
     check_refusal(run, 6, "too far for a norm that drifted", "--replicas mean")
 
 
+def test_one_element_of_a_young_norm_may_be_far(neox, convert, tmp_path):
+    """After the first step of Adam each bias is the rate, with a sign that may be noise."""
+    import torch
+
+    run, tag = neox("llama-mha-tp2")
+    for rank, path in enumerate(sorted(tag.glob("mp_rank_*_model_states.pt"))):
+        state = torch.load(path, weights_only=False)
+        norm = state["module"]["sequential.5.norm.scale"]
+        norm.fill_(1e-4)
+        norm[3] *= -1 if rank else 1
+        torch.save(state, path)
+    ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101)
+    assert (ran.code, "their mean" in ran.err) == (0, True), ran.err
+
+
 def test_a_norm_that_is_no_number(neox, check_refusal):
     import torch
 

@@ -140,6 +140,9 @@ def test_the_newest_of_a_run(three, convert, tmp_path):
     (run / "latest").write_text("checkpoint-10\n")
     ran = convert("average", run, tmp_path / "more", "--last", 2)
     assert (ran.code, "says that 10 is the latest checkpoint, and checkpoint-11 is there too" in ran.err) == (5, True)
+    (run / "latest").write_text("checkpoint-12\n")
+    ran = convert("average", run, tmp_path / "more", "--last", 2)
+    assert (ran.code, "12 is the latest checkpoint, and checkpoint-11 is the newest" in ran.err) == (5, True)
     (run / "checkpoint-9").rename(run / "epoch_1")
     ran = convert("average", run, tmp_path / "more", "--last", 2)
     assert (ran.code, "epoch_1 and checkpoint-11, and nobody can tell which is newer" in ran.err) == (5, True), ran.err

@@ -21,7 +21,7 @@ from formats.model import lora
 
 FARTHEST = 0.5
 """A fraction: copies of a norm did not drift apart where an element is farther apart than this of the largest one, and
-the whole farther than this of its length. One element may be: at first every bias is the rate, and some signs are noise.
+the whole farther than this of its length. One element may be: at first each bias is the rate, and some signs are noise.
 """
 
 

@@ -64,7 +64,7 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
     known = source.assets in (source.settings.config, *places.values())
     theirs = f"those of {source.assets}" if known else "others"
     others = [place for resolved, place in places.items() if resolved != source.assets.resolve()]
-    untold = not any(_has_template(place) for place in others) and _has_template(source.assets)
+    gets_template = not any(_has_template(place) for place in others) and _has_template(source.assets)
     for place in others:
         names = _differing(place, source.assets)
         if not source.settings.only:
@@ -74,7 +74,7 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
                 f"{some(names, 5)} of {place} are not carried, {theirs} are; `convert assets OUT --from {place}` puts "
                 "them into OUT"
             )
-        if untold and _is_there(place / TOKENIZER_CONFIG):
+        if gets_template and _is_there(place / TOKENIZER_CONFIG):
             yield (
                 f"{place} has a {TOKENIZER_CONFIG} and no chat template, OUT gets the one of {source.assets}: if the "
                 "model was trained without, take it out of OUT, and record that with `convert assets OUT --from OUT`"

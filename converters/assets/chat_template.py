@@ -11,13 +11,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from converters.assets.jinja_sandbox import Dialogue, Rendered, guarded
 from converters.assets.json_edit import decoded, removed, replaced
 from converters.assets.token_files import (  # fmt: skip
     GENERATION,
+    NAMED_TEMPLATES,
     OLD_TEMPLATES,
     SLOW,
     TEMPLATE,
@@ -28,6 +29,7 @@ from converters.assets.token_files import (  # fmt: skip
     generation_settings,
     named_tokens,
     object_of,
+    templates_in,
 )
 from converters.assets.tokenizer_json import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
 from formats.errors import RefusedError, SourceError, UsageError
@@ -264,7 +266,8 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     changed_texts = {name: text for name, text in texts.items() if name not in assets or text != content(assets, name)}
     gone = tuple(name for name in assets if name.startswith(OLD_TEMPLATES))
     made = Applied(changed_texts, gone, ending, added, after.length, rows, ())
-    return replace(made, notes=tuple(_notes(made, after, changed, "tokenizer.model" in assets, bool(missing))))
+    notes = [*_notes(made, after, changed, "tokenizer.model" in assets, bool(missing)), *_replaced_templates(assets)]
+    return replace(made, notes=tuple(notes))
 
 
 def _generation_config(assets: Assets, known: Vocabulary, ending: str, named: Mapping[str, str]) -> bytes:
@@ -315,5 +318,16 @@ def _notes(made: Applied, known: Vocabulary, changed: Mapping[str, int], slow: b
     promoted = sorted(changed.keys() - set(made.added))
     if promoted:
         yield f"{', '.join(promoted)} become special tokens, which they were not"
-    if made.removed:
-        yield f"{', '.join(made.removed)} are left out: they hold templates for another format"
+
+
+def _replaced_templates(assets: Assets) -> Iterator[str]:
+    """Notes on the templates that a new one replaces besides the default."""
+    inside = templates_in(object_of(assets, TOKENIZER_CONFIG).get("chat_template"))
+    files = [name for name in assets if name.startswith(NAMED_TEMPLATES)]
+    named = {*inside, *(PurePosixPath(name).stem for name in files)} - {"default"}
+    if named:
+        yield (
+            f"named chat templates that are not carried, since the new one is the only one: {', '.join(sorted(named))}"
+        )
+    if OLD_TEMPLATES[0] in assets:
+        yield f"{OLD_TEMPLATES[0]} is not carried: it holds the template that is replaced"

@@ -1,7 +1,9 @@
 """Small files beside the weights that say something else than those of another folder, which are carried instead.
 
-Compared is what a training changes: tokens, chat template, generation. Keys that every program writes in its own way
-are not.
+Compared is what a training changes: tokens, chat templates, generation, processors. Keys that every program writes in
+its own way are not, and a key that a file lacks says nothing. Facts: transformers 5.23.0 tokenization_utils_base.py
+(`model_specific_special_tokens` are transformers 4's dict of `extra_special_tokens`) and processing_utils.py
+(processor_config.json has in it what transformers 4 writes into preprocessor_config.json).
 """
 
 from __future__ import annotations
@@ -10,15 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from converters.assets.files import PROCESSOR
 from converters.assets.token_files import (  # fmt: skip
     CONFIG,
     GENERATION,
+    NAMED_TEMPLATES,
     OUTPUTS,
     SLOW,
     TEMPLATE,
     TOKENIZER_CONFIG,
     generation_settings,
+    object_of,
+    templates_in,
 )
+from converters.assets.tokenizer_json import read_vocabulary
 from formats.checkpoint import ASSETS, Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import SourceError, short, some
@@ -29,9 +36,16 @@ TOKENIZER_FILES = (TOKENIZER, "merges.txt", *SLOW)
 ADDED = "added_tokens.json"
 SAYING = ("chat_template.json", ADDED, "special_tokens_map.json", TOKENIZER_CONFIG, TEMPLATE)
 """Files that are compared by what they say, each outranking those before it."""
-SAID = ("chat_template", *(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk")))
+SAID = tuple(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk"))
 FURTHER = ("additional_special_tokens", "extra_special_tokens")
 """The keys of further special tokens, in transformers 4 and 5."""
+FURTHER_NAMED = ("extra_special_tokens", "model_specific_special_tokens")
+"""The keys of further special tokens by name, in transformers 4 and 5."""
+CLASS = "tokenizer_class"
+ANY_CLASS = ("PreTrainedTokenizer", "TokenizersBackend", "PythonBackend", "SentencePieceBackend")
+"""Tokenizer classes, without their suffix Fast, that read the tokenizers of others."""
+TEMPLATE_OF, ID_OF = "chat_template ", "id of "
+"""What precedes the name of a template and the text of an added token in a key of what a file says."""
 IDS = tuple(f"{kind}_token_id" for kind in ("bos", "eos", "pad", "decoder_start"))
 NO_MATTER = {"_from_model_config", "transformers_version", "use_cache", "return_dict_in_generate", *OUTPUTS}
 """Settings in a generation config that change no text."""
@@ -49,13 +63,21 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
     places = {place.resolve(): place for home in homes for place in (home / ASSETS, home)}
     known = source.assets in (source.settings.config, *places.values())
     theirs = f"those of {source.assets}" if known else "others"
-    for resolved, place in places.items():
-        if resolved == source.assets.resolve():
-            continue
-        if names := _differing(place, source.assets):
+    others = [place for resolved, place in places.items() if resolved != source.assets.resolve()]
+    gets_template = not any(_has_template(place) for place in others) and _has_template(source.assets)
+    for place in others:
+        names = _differing(place, source.assets)
+        if not source.settings.only:
+            names += _other_processors(place, source.assets)
+        if names:
             yield (
                 f"{some(names, 5)} of {place} are not carried, {theirs} are; `convert assets OUT --from {place}` puts "
                 "them into OUT"
+            )
+        if gets_template and _is_there(place / TOKENIZER_CONFIG):
+            yield (
+                f"{place} has a {TOKENIZER_CONFIG} and no chat template, OUT gets the one of {source.assets}: if the "
+                "model was trained without, take it out of OUT, and record that with `convert assets OUT --from OUT`"
             )
         own, carried = _ids(place), _ids(source.assets)
         differ = [key for key, value in own.items() if _listed(value) != _listed(carried.get(key))]
@@ -70,15 +92,46 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
 def _differing(own: Path, carried: Path) -> list[str]:
     """The files of a folder that say something else than those that are carried."""
     names = [name for name in TOKENIZER_FILES if _is_there(own / name) and not _is_same(own / name, carried / name)]
-    said = {key: value for name in SAYING for key, value in _said(carried / name).items()}
-    for name in SAYING:
-        if name == ADDED and _is_there(own / TOKENIZER):
-            continue  # it has them too
-        if any(said.get(key) != value for key, value in _said(own / name).items()):
-            names.append(name)
+    ours = {name: _said(own / name) for name in _saying(own)}
+    given = {key for said in ours.values() for key, value in said.items() if value is not None}
+    theirs = {
+        key: value for name in _saying(carried) for key, value in _said(carried / name).items() if value is not None
+    }
+    added = [(key, value) for said in ours.values() for key, value in said.items() if key.startswith(ID_OF)]
+    vocabulary = _vocabulary(carried) if any(theirs.get(key) != value for key, value in added) else {}
+
+    def differs(name: str, key: str, value: Any) -> bool:
+        if value is None:
+            return key in theirs and key not in given
+        if key == CLASS or (name == TOKENIZER_CONFIG and key.startswith(ID_OF) and not vocabulary):
+            return bool(theirs.get(key, value) != value)  # without a vocabulary added_tokens.json lists what is added
+        return value not in (theirs.get(key), vocabulary.get(key))
+
+    names += [name for name, said in ours.items() if any(differs(name, *item) for item in said.items())]
     if _is_there(own / GENERATION) and _generation(own) != _generation(carried):
         names.append(GENERATION)
     return names
+
+
+def _saying(folder: Path) -> list[str]:
+    """The names of files that are compared by what they say, each outranking those before it."""
+    named = sorted(path.name for path in (folder / NAMED_TEMPLATES).glob("*.jinja"))
+    return [*SAYING, *(f"{NAMED_TEMPLATES}{name}" for name in named)]
+
+
+def _has_template(folder: Path) -> bool:
+    """Whether a folder has a chat template; also where a file that may hold one is no JSON."""
+    said = [item for name in _saying(folder) for item in _said(folder / name).items()]
+    return any(key.startswith(TEMPLATE_OF) or isinstance(value, bytes) for key, value in said)
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """The ids in a folder's tokenizer.json, as `_said` gives them; none where there is none or it cannot be loaded."""
+    try:
+        ids = read_vocabulary((folder / TOKENIZER).read_bytes()).ids if _is_there(folder / TOKENIZER) else {}
+    except SourceError:
+        return {}
+    return {f"{ID_OF}{text}": number for text, number in ids.items()}
 
 
 def _is_there(path: Path) -> bool:
@@ -94,17 +147,30 @@ def _said(path: Path) -> dict[str, Any]:
     if not _is_there(path):
         return {}
     content = path.read_bytes()
-    if path.name == TEMPLATE:
-        return {SAID[0]: content.decode(errors="replace")}
+    if path.suffix == ".jinja":
+        name = "default" if path.name == TEMPLATE else path.stem
+        return {f"{TEMPLATE_OF}{name}": content.decode(errors="replace")}
     try:
         document = read_json(path)
     except SourceError:
         return {path.name: content}
     if path.name == ADDED:
-        return {f"token {text}": number for text, number in document.items()}
-    said = {key: _text(document[key]) for key in SAID if document.get(key) is not None}
+        return {f"{ID_OF}{text}": number for text, number in document.items()}
+    said = {f"{TEMPLATE_OF}{name}": text for name, text in templates_in(document.get("chat_template")).items()}
+    said |= {key: _text(document[key]) for key in SAID if document.get(key) is not None}
+    said |= {key: None for key, value in document.items() if key.endswith("_token") and value is None}
     further = [str(_text(token)) for key in FURTHER if isinstance(document.get(key), list) for token in document[key]]
-    return said | ({FURTHER[0]: sorted(further)} if further else {})
+    said |= {FURTHER[0]: sorted(further)} if further else {}
+    for key in FURTHER_NAMED:
+        said |= {name: _text(token) for name, token in _object(document, key).items()}
+    for number, token in _object(document, "added_tokens_decoder").items():
+        said[f"{ID_OF}{_text(token)}"] = int(number) if number.isdecimal() else number
+    kind = str(document.get(CLASS) or "").removesuffix("Fast")
+    return said | ({CLASS: kind} if kind and kind not in ANY_CLASS else {})
+
+
+def _object(document: dict[str, Any], key: str) -> dict[str, Any]:
+    return value if isinstance(value := document.get(key), dict) else {}
 
 
 def _text(token: Any) -> Any:
@@ -129,9 +195,54 @@ def _generation(folder: Path) -> dict[str, Any] | bytes:
 
 
 def _ids(folder: Path) -> dict[str, Any]:
-    """The ids of special tokens that a config.json gives; none where it is no JSON."""
+    """The ids of special tokens that a config.json gives, None for null; none where it is no JSON."""
+    assets = {CONFIG: folder / CONFIG} if _is_there(folder / CONFIG) else {}
     try:
-        settings = generation_settings({CONFIG: folder / CONFIG} if _is_there(folder / CONFIG) else {})
+        given = object_of(assets, CONFIG) | generation_settings(assets)
     except SourceError:
         return {}
-    return {key: settings[key] for key in IDS if key in settings}
+    return {key: given[key] for key in IDS if key in given}
+
+
+def _other_processors(own: Path, carried: Path) -> list[str]:
+    """The configs of processors in a folder that say something else than those that are carried.
+
+    Where one transformers has written them in another way than the other, only what both say is compared.
+    """
+    theirs = {name: _processing(carried / name) for name in _processors(carried)}
+    said = {key: value for part in theirs.values() for key, value in part.items()}
+    names = []
+    for name in _processors(own):
+        ours = _processing(own / name)
+        alike = not said or {part for part, _ in ours} in ({""}, {part for part, _ in theirs.get(name, {})})
+        if any((alike or key in said) and said.get(key) != value for key, value in ours.items()):
+            names.append(name)
+    return names
+
+
+def _processors(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.json") if PROCESSOR.fullmatch(path.name) and _is_there(path))
+
+
+def _processing(path: Path) -> dict[tuple[str, str], Any]:
+    """What the config of a processor says, by (part, key); its bytes where it is no JSON."""
+    try:
+        document = read_json(path)
+    except SourceError:
+        return {("", path.name): path.read_bytes()}
+    whole = "processor"
+    if path.name != "processor_config.json":
+        kinds = {"feature_extractor_type": "feature_extractor", "video_processor_type": "video_processor"}
+        whole = next((part for key, part in kinds.items() if key in document), "image_processor")
+    parts = {
+        key: value
+        for key, value in document.items()
+        if key.endswith(("_processor", "_extractor")) and isinstance(value, dict)
+    }
+    said = {(whole, key): value for key, value in document.items() if key not in parts}
+    said |= {(part, key): value for part, values in parts.items() for key, value in values.items()}
+    return {
+        (part, key): value.removesuffix("Fast") if key.endswith("_type") and isinstance(value, str) else value
+        for (part, key), value in said.items()
+        if key != "transformers_version" and value is not None
+    }

@@ -22,8 +22,10 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-OLD_TEMPLATES = ("chat_template.json", "additional_chat_templates/")
-"""Other files that may hold a template, with further templates for tools."""
+NAMED_TEMPLATES = "additional_chat_templates/"
+"""The folder of further templates, such as one for tools: each file is named as its template."""
+OLD_TEMPLATES = ("chat_template.json", NAMED_TEMPLATES)
+"""Other files that may hold a template."""
 SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "sentencepiece.bpe.model", "spiece.model")
 """Files of tokenizers other than tokenizer.json."""
 KINDS = ("bos", "eos", "pad")
@@ -109,6 +111,15 @@ def eos_ids(assets: Assets) -> list[int]:
     return token_ids(generation_settings(assets).get("eos_token_id"), f"eos_token_id of {name}")
 
 
+def templates_in(value: Any) -> dict[str, Any]:
+    """The templates of a setting `chat_template` by name; one without a name is the default."""
+    if isinstance(value, list):
+        return {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
+    if isinstance(value, dict):
+        return value
+    return {} if value is None else {"default": value}
+
+
 def held_template(assets: Assets) -> str | None:
     """The chat template of a model, None without one.
 
@@ -118,10 +129,7 @@ def held_template(assets: Assets) -> str | None:
     if TEMPLATE in assets:
         return decoded(content(assets, TEMPLATE), TEMPLATE)
     for name in (TOKENIZER_CONFIG, "chat_template.json"):
-        template = object_of(assets, name).get("chat_template")
-        if isinstance(template, list):
-            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-            template = named[-1].get("template") if named else None
+        template = templates_in(object_of(assets, name).get("chat_template")).get("default")
         if template is not None and not isinstance(template, str):
             raise SourceError(f"chat_template of {name} is {short(template)}, not a text")
         if template is not None:

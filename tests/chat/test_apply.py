@@ -227,6 +227,21 @@ def test_other_files_with_tokens_and_templates(tmp_path):
     count = result.length
     assert held(folder, "added_tokens.json") == {"<pad>": 2, "<|im_start|>": count - 2, "<|im_end|>": count - 1}
     assert any(note.startswith("tokenizer.model lacks them") for note in result.notes)
+    assert result.notes[-2:] == (
+        "named chat templates that are not carried, since the new one is the only one: tools",
+        "chat_template.json is not carried: it holds the template that is replaced",
+    )
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["dict", "list"])
+def test_named_templates_inside_the_tokenizer_config_are_told(tmp_path, listed):
+    named = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}", "rag": "{{ 3 }}"}
+    held = [{"name": name, "template": text} for name, text in named.items()] if listed else named
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer(), tokenizer_config={"chat_template": held})
+    assert "named chat templates that are not carried, since the new one is the only one: rag, tool_use" in (
+        applied(folder, "chatml").notes
+    )
+    assert not any("not carried" in note for note in applied(folder, "chatml").notes)
 
 
 def test_no_fast_tokenizer_is_refused(tmp_path):

@@ -130,6 +130,139 @@ def test_of_every_format_that_carries_them(model, convert, tmp_path, there, back
     assert f"of {place} are not carried" not in convert(back[0], run, tmp_path / "own").err
 
 
+def tokens(*entries):
+    return {str(number): {"content": text, "special": True} for text, number in entries}
+
+
+def written(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+
+def named(run, base, *names):
+    """That these files are named in one note, or that there is none."""
+    heads = [note.split(" of ", 1)[0] for note in notes(run, base)]
+    assert heads == ([", ".join(names)] if names else [])
+
+
+def test_named_chat_templates(folders):
+    """In files of their own as transformers 5 writes them, or in a list as 4 does."""
+    run, base = folders
+    for folder in folders:
+        written(folder / "chat_template.jinja", "{{ 1 }}")
+    written(run / "additional_chat_templates/tool_use.jinja", "{{ 2 }}")
+    named(run, base, "additional_chat_templates/tool_use.jinja")
+    several = [{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "{{ 2 }}"}]
+    changed(base / "tokenizer_config.json", chat_template=several)
+    named(run, base)
+    several[1]["template"] = "{{ 3 }}"
+    changed(base / "tokenizer_config.json", chat_template=several)
+    named(run, base, "additional_chat_templates/tool_use.jinja")
+    shutil.rmtree(run / "additional_chat_templates")
+    several[1]["template"] = "{{ 2 }}"
+    changed(run / "tokenizer_config.json", chat_template=several)
+    named(run, base, "tokenizer_config.json")
+
+
+def test_a_run_without_a_chat_template(folders):
+    run, base = folders
+    written(base / "chat_template.jinja", "{{ 1 }}")
+    assert notes(run, base) == [
+        f"{run} has a tokenizer_config.json and no chat template, OUT gets the one of {base}: if the model was trained "
+        "without, take it out of OUT, and record that with `convert assets OUT --from OUT`"
+    ]
+    written(run / "chat_template.jinja", "{{ 1 }}")
+    named(run, base)
+    (run / "chat_template.jinja").unlink()
+    (run / "tokenizer_config.json").unlink()
+    named(run, base)
+
+
+def test_added_tokens_that_the_tokenizer_lacks_or_has_otherwise(folders):
+    run, base = folders
+    for entries in ([("<new>", 300)], [("<pad>", 3)]):
+        changed(run / "tokenizer_config.json", added_tokens_decoder=tokens(*entries))
+        named(run, base, "tokenizer_config.json")
+        changed(run / "tokenizer_config.json", added_tokens_decoder=None)
+        changed(run / "added_tokens.json", **dict(entries))
+        named(run, base, "added_tokens.json")
+        (run / "added_tokens.json").unlink()
+    changed(run / "tokenizer_config.json", added_tokens_decoder=tokens(("<s>", 0), ("</s>", 1), ("<pad>", 2)))
+    changed(run / "added_tokens.json", **{"<pad>": 2})
+    named(run, base)
+    for folder in folders:  # SentencePiece may have them
+        (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+        (folder / "added_tokens.json").write_text('{"<pad>": 2}')
+    named(run, base)
+
+
+def test_special_tokens_that_are_null(folders):
+    run, base = folders
+    settings = json.loads((run / "tokenizer_config.json").read_text())
+    (run / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": None, "cls_token": None}))
+    named(run, base, "tokenizer_config.json")
+    changed(run / "special_tokens_map.json", pad_token="<pad>")
+    named(run, base)
+
+
+def test_special_tokens_by_name(folders):
+    run, base = folders
+    changed(run / "tokenizer_config.json", extra_special_tokens={"image_token": "<pad>"})
+    named(run, base, "tokenizer_config.json")
+    changed(base / "tokenizer_config.json", model_specific_special_tokens={"image_token": {"content": "<pad>"}})
+    named(run, base)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differ"),
+    [
+        ("LlamaTokenizer", "GemmaTokenizer", True),
+        ("LlamaTokenizerFast", "LlamaTokenizer", False),
+        ("LlamaTokenizer", "PreTrainedTokenizerFast", False),
+        ("TokenizersBackend", "LlamaTokenizerFast", False),
+        ("LlamaTokenizer", None, False),
+    ],
+)
+def test_classes_of_tokenizers(folders, one, other, differ):
+    for folder, kind in zip(folders, (one, other), strict=True):
+        changed(folder / "tokenizer_config.json", tokenizer_class=kind)
+    named(*folders, *(["tokenizer_config.json"] if differ else []))
+
+
+def test_ids_that_are_null_in_its_config(folders):
+    run, base = folders
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(settings | {"pad_token_id": None, "bos_token_id": None}))
+    (said,) = notes(run, base)
+    assert said.startswith(f"{run / 'config.json'} says bos_token_id None (carried: 0): if the training")
+    changed(run / "config.json", bos_token_id=None, pad_token_id=None)
+    named(run, base)
+
+
+def test_configs_of_processors(folders):
+    """Those of transformers 5 have that of the images inside, and more keys."""
+    run, base = folders
+    images = {"image_processor_type": "SiglipImageProcessorFast", "size": {"height": 8, "width": 8}, "do_pad": None}
+    changed(run / "preprocessor_config.json", **images)
+    named(run, base, "preprocessor_config.json")
+    changed(base / "preprocessor_config.json", **images, transformers_version="4.57")
+    changed(base / "processor_config.json", processor_class="P", image_seq_length=4)
+    named(run, base)
+    changed(run / "preprocessor_config.json", do_rescale=False)
+    named(run, base, "preprocessor_config.json")
+    (run / "preprocessor_config.json").unlink()
+    five = images | {"image_processor_type": "SiglipImageProcessor", "data_format": "channels_first"}
+    changed(run / "processor_config.json", processor_class="P", image_seq_length=4, image_processor=five)
+    named(run, base)
+    changed(run / "processor_config.json", image_processor=five | {"size": {"height": 9, "width": 8}})
+    named(run, base, "processor_config.json")
+    spec = Verbatim("llama", {}, tied=False, vocab=None, why="")
+    only = Checkpoint(run, run, "x", spec, (), (), (), assets=base, settings=Settings(config=base, only="text"))
+    assert list(left_behind(only)) == []
+    (run / "processor_config.json").write_text("{ // a comment")
+    named(run, base, "processor_config.json")
+
+
 def test_files_above_the_folder_of_the_weights(folders):
     """As a Trainer with FSDP leaves them; what lies above a folder with a config of its own is of another model."""
     run, base = folders

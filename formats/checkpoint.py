@@ -106,6 +106,7 @@ class Checkpoint:
         config: the parsed config.json of `assets`.
         run_config: the settings of model and training in a file of the run, such as the yml of GPT-NeoX.
         padded_vocab: rows of the embedding, padding included; None where the format does not pad.
+        tokenizer_given: whether the tokenizer in `assets` is one that was named in place of the run's own.
         added_tokens: tokens that the training added to its tokenizer, in the order of their ids.
         token_ids: ids of special tokens that its own settings say, for a config.json that is made, by their keys there.
         state: the names of the saved training state besides the weights, which is not carried.
@@ -134,6 +135,7 @@ class Checkpoint:
     config: Mapping[str, Any] | None = None
     run_config: Mapping[str, Any] = field(default_factory=dict)
     padded_vocab: int | None = None
+    tokenizer_given: bool = False
     added_tokens: tuple[str, ...] = ()
     token_ids: Mapping[str, int] = field(default_factory=dict)
     state: tuple[str, ...] = ()

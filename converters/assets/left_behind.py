@@ -8,7 +8,7 @@ its own way are not, and a key that a file lacks says nothing. Facts: transforme
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,10 @@ MOST = 1 << 30
 
 
 def left_behind(source: Checkpoint) -> Iterator[str]:
-    """Notes on the files of a checkpoint that are not carried, since those of another folder are."""
+    """Notes on the files of a checkpoint that are not carried, since those of another folder are.
+
+    Where a tokenizer was named in place of the run's own, nothing that belongs to a tokenizer is compared.
+    """
     if source.assets is None:
         return
     homes = [source.home, source.root]
@@ -66,6 +69,14 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
     others = [place for resolved, place in places.items() if resolved != source.assets.resolve()]
     gets_template = not any(_has_template(place) for place in others) and _has_template(source.assets)
     for place in others:
+        if source.tokenizer_given:
+            own, carried = (_generation(folder, without=IDS) for folder in (place, source.assets))
+            if own != carried and _is_there(place / GENERATION):
+                yield (
+                    f"{place / GENERATION} is not carried, another is: if the training changed it, put it into OUT, "
+                    "and record it with `convert assets OUT --from OUT`"
+                )
+            continue
         names = _differing(place, source.assets)
         if not source.settings.only:
             names += _other_processors(place, source.assets)
@@ -183,14 +194,15 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, int) else value
 
 
-def _generation(folder: Path) -> dict[str, Any] | bytes:
+def _generation(folder: Path, without: Collection[str] = ()) -> dict[str, Any] | bytes:
     """What a folder says of generation, without what changes no text; the bytes of the file where it is no JSON."""
     assets = {name: folder / name for name in (GENERATION, CONFIG) if _is_there(folder / name)}
     try:
         settings = generation_settings(assets)
     except SourceError:
         return next(iter(assets.values())).read_bytes()
-    matter = {key: value for key, value in settings.items() if key not in NO_MATTER and value is not None}
+    left_out = {*NO_MATTER, *without}
+    matter = {key: value for key, value in settings.items() if key not in left_out and value is not None}
     return {key: _listed(value) if key in IDS else value for key, value in matter.items()}
 
 

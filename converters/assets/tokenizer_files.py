@@ -34,6 +34,11 @@ NAMES = {"eos": ("<|endoftext|>",), "pad": ("<|padding|>", "<|pad|>")}
 tokenizer.py at ea7aefd8), and `<|pad|>`, that of SentencePiece models for it (`train tokenize` too)."""
 NEAR = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.json", TEMPLATE)
 """Files that travel with a tokenizer.json beside them, and so do those in `TEMPLATES`."""
+BEGINS = {"HFTokenizer": b"{", "SPMTokenizer": b"\n"}
+"""The `tokenizer_type` whose `vocab_file` GPT-NeoX reads as a tokenizer.json, and as a SentencePiece model: the first
+byte of such a file (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
+DEFAULT_TYPE = "GPT2BPETokenizer"
+"""That of a yml without `tokenizer_type` (megatron/neox_arguments/neox_args.py at ea7aefd8)."""
 CHECKED = 3000
 """How many texts a converted tokenizer is compared with SentencePiece on."""
 
@@ -72,22 +77,28 @@ def load(path: Path) -> Tokenizer:
     return _sentencepiece(path)
 
 
-def named_in_yml(source: Checkpoint) -> Tokenizer | None:
+def named_in_yml(source: Checkpoint, option: str) -> tuple[Tokenizer | None, tuple[str, ...]]:
     """The tokenizer that the yml of a GPT-NeoX checkpoint names, if the yml names one that exists.
 
-    None beside a config, which has a vocabulary of its own and belongs to a tokenizer.
+    None beside a config, which has a vocabulary of its own and belongs to a tokenizer; and, with a note that says so,
+    where the `tokenizer_type` of the yml is none of which `vocab_file` is read here, or the file is of another type.
+
+    Args:
+        source: the checkpoint.
+        option: the option by which the user names a tokenizer, and its value.
 
     Raises:
-        SourceError: what the yml names is no tokenizer that is read.
+        SourceError: what the yml names is damaged.
         RefusedError: it has more tokens than the config of the run, or of the user.
         VerificationError: as of `load`.
     """
     named = source.run_config.get("vocab_file") if source.format == NEOX.name else None
     if not isinstance(named, str) or not Path(named).exists():
-        return None
-    path = Path(named).absolute()
+        return None, ()
+    path, kind = Path(named).absolute(), str(source.run_config.get("tokenizer_type", DEFAULT_TYPE))
+    of_type = _is_of_type(path, kind)
     if source.config is not None:
-        size, vocab = _size_of(path), source.spec.vocab
+        size, vocab = _size_of(path, kind) if of_type else None, source.spec.vocab
         decided = source.settings.vocab_size or "vocab" in source.settings.values
         if not decided and size is not None and vocab is not None and size > vocab:
             raise RefusedError(
@@ -95,16 +106,22 @@ def named_in_yml(source: Checkpoint) -> Tokenizer | None:
                 f"{vocab}: they contradict each other",
                 f"--tokenizer {quote(str(path))} --vocab-size {size}, or --vocab-size {vocab} for those of the config",
             )
-        return None
+        return None, ()
+    if not of_type:
+        default = "" if "tokenizer_type" in source.run_config else ", the default"
+        return None, (
+            f"{path}, the vocab_file of the yml of {source.root}, is not taken: it is not read as a tokenizer of "
+            f"tokenizer_type {kind}{default}; `{option}` gives one",
+        )
     try:
-        tokenizer = load(path)
+        tokenizer = _fast(path) if kind == "HFTokenizer" else _sentencepiece(path)
     except SourceError as error:
         raise SourceError(
             f"vocab_file of the yml of {source.root}: {error}",
-            "name another tokenizer of the run: --tokenizer FOLDER with a tokenizer.json, or --config HF_FOLDER",
+            f"name another tokenizer of the run: {option}",
         ) from None
     note = f"the tokenizer is {path}, which the yml of {source.root} names (vocab_file)"
-    return tokenizer._replace(notes=(note, *tokenizer.notes))
+    return tokenizer._replace(notes=(note, *tokenizer.notes)), ()
 
 
 def attached(source: Checkpoint, tokenizer: Tokenizer, folder: Path) -> Checkpoint:
@@ -141,7 +158,8 @@ def attached(source: Checkpoint, tokenizer: Tokenizer, folder: Path) -> Checkpoi
     template = held_template(own)
     if template is not None and template != held_template({name: folder / name for name in tokenizer.files}):
         notes.append(f"the chat template of {source.assets} is not carried: it belongs to the tokenizer there")
-    return replace(source, assets=folder, config=config, notes=(*source.notes, *tokenizer.notes, *notes))
+    notes = [*source.notes, *tokenizer.notes, *notes]
+    return replace(source, assets=folder, config=config, notes=tuple(notes), tokenizer_given=True)
 
 
 def _size_notes(source: Checkpoint, tokenizer: Tokenizer) -> Iterator[str]:
@@ -212,12 +230,21 @@ def _usual_names(has: Callable[[str], bool]) -> dict[str, str]:
     return {role: token for role, token in found.items() if token is not None}
 
 
-def _size_of(path: Path) -> int | None:
-    """The number of tokens of a tokenizer.json or a SentencePiece model, None if the file is neither."""
+def _is_of_type(path: Path, kind: str) -> bool:
+    """Whether a `vocab_file` is read as a tokenizer of its type: no folder, and not begun as a file of another type."""
+    if kind not in BEGINS or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.read(1)
+    return first == BEGINS[kind] or first not in BEGINS.values()
+
+
+def _size_of(path: Path, kind: str) -> int | None:
+    """The number of tokens of a `vocab_file` of that type, None if the file is damaged."""
     from sentencepiece import SentencePieceProcessor
 
     try:
-        if path.suffix == ".json":
+        if kind == "HFTokenizer":
             return _backend(path).get_vocab_size(with_added_tokens=True)
         return SentencePieceProcessor(model_file=str(path)).get_piece_size()
     except (SourceError, OSError, RuntimeError):

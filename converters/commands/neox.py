@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
     type=FOLDER,
     metavar="FILE|FOLDER",
     help="SentencePiece model, or tokenizer.json."
-    "  [default: that of the config's folder, or else the yml's vocab_file, if it is here]",
+    "  [default: that of the config's folder, or else the yml's vocab_file, of an HFTokenizer or SPMTokenizer, "
+    "if it is here]",
 )
 @shard_size
 @chat_template
@@ -79,9 +81,10 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     source = opened(src, options, NEOX)
     if architecture not in (None, ARCHITECTURES.get(source.spec.family)):
         raise UsageError(f"--architecture {architecture}, but {src} holds a {source.spec.family}", "leave it out")
-    vocabulary = load(tokenizer) if tokenizer is not None else named_in_yml(source)
+    vocabulary, notes = (load(tokenizer), ()) if tokenizer is not None else named_in_yml(source, "--tokenizer FOLDER")
     if vocabulary and source.spec.vocab is None:
         source = opened(src, options | {"vocab_size": vocabulary.size}, NEOX)
+    source = replace(source, notes=(*source.notes, *notes))
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if vocabulary:
             options["tokenizer"] = vocabulary.path

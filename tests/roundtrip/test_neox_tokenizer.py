@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.dcp_tools import refused
 
+SPM = Path(__file__).parents[1] / "golden/neox/spm101.model"
 WEIGHTS = "model.safetensors"
 SPECIAL = ("<|endoftext|>", "<|padding|>", "<|im_end|>")
 
@@ -84,6 +85,18 @@ def test_only_what_is_of_the_tokenizer_is_replaced(run, convert, tmp_path):
     assert "eos_token_id 2 of config.json is now 0, eos_token_id [2, 3] of generation_config.json is now 0" in ran.err
     assert "does not name these tokens, whose ids are the run's: bos_token_id 1 of config.json" in ran.err
     assert "vocabulary" not in ran.err.replace("rows of vocabulary padding", "")
+    assert "(carried: " not in ran.err
+    assert "--from" not in ran.err
+
+
+def test_settings_of_generation_that_another_folder_replaces_are_told(run, convert, tmp_path):
+    base = shutil.copytree(run / "huggingface", tmp_path / "base")
+    (base / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1.5}))
+    folder = spoken(tmp_path / "tok/tokenizer.json", 211).parent
+    ran = convert("neox2hf", run, tmp_path / "out", "--config", base, "--tokenizer", folder)
+    assert ran.code == 0, ran.err
+    assert f"note: {run / 'huggingface/generation_config.json'} is not carried, another is: if the training" in ran.err
+    assert "(carried: " not in ran.err
 
 
 def test_a_template_that_is_the_same_is_carried_without_a_note(run, convert, tmp_path):
@@ -194,7 +207,7 @@ def test_the_hugging_face_folder_outranks_the_yml(run, convert, tmp_path, monkey
     spoken(tmp_path / "cwd/20B_tokenizer.json", 94)
     monkeypatch.chdir(tmp_path / "cwd")
     assert convert("neox2hf", run, tmp_path / "plain").code == 0
-    with_yml(run, vocab_file="20B_tokenizer.json")
+    with_yml(run, tokenizer_type="HFTokenizer", vocab_file="20B_tokenizer.json")
     ran = convert("neox2hf", run, tmp_path / "out")
     assert ran.code == 0, ran.err
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())
@@ -205,7 +218,7 @@ def test_the_hugging_face_folder_outranks_the_yml(run, convert, tmp_path, monkey
 
 def test_a_tokenizer_of_the_yml_that_the_config_contradicts(run, convert, tmp_path):
     path = spoken(tmp_path / "tok/tokenizer.json", 213)
-    with_yml(run, vocab_file=str(path))
+    with_yml(run, tokenizer_type="HFTokenizer", vocab_file=str(path))
     words = f"{path}, the vocab_file of the yml of {run}, has 213 tokens, the config in {run / 'huggingface'} 211"
     refused(convert("neox2hf", run, tmp_path / "out"), 5, words, "--vocab-size 211")
     assert convert("neox2hf", run, tmp_path / "out", "--vocab-size", 211).code == 0
@@ -214,7 +227,7 @@ def test_a_tokenizer_of_the_yml_that_the_config_contradicts(run, convert, tmp_pa
 def test_a_tokenizer_of_the_yml_is_named(run, convert, tmp_path, monkeypatch):
     path = spoken(tmp_path / "cwd/20B_tokenizer.json", 200)
     monkeypatch.chdir(path.parent)
-    with_yml(bare(run), vocab_file=path.name)
+    with_yml(bare(run), tokenizer_type="HFTokenizer", vocab_file=path.name)
     ran = convert("neox2hf", run, tmp_path / "out")
     assert ran.code == 0, ran.err
     assert f"note: the tokenizer is {path}, which the yml of {run} names (vocab_file)" in ran.err
@@ -223,7 +236,7 @@ def test_a_tokenizer_of_the_yml_is_named(run, convert, tmp_path, monkeypatch):
 
 def test_the_record_of_a_conversion_outranks_the_yml(run, convert, tmp_path):
     path = spoken(tmp_path / "tok/tokenizer.json", 94)
-    with_yml(run, vocab_file=str(path))
+    with_yml(run, tokenizer_type="HFTokenizer", vocab_file=str(path))
     shutil.rmtree(run / "huggingface")
     ran = convert("neox2hf", run, tmp_path / "out")
     assert ran.code == 0, ran.err
@@ -231,12 +244,70 @@ def test_the_record_of_a_conversion_outranks_the_yml(run, convert, tmp_path):
     assert "the other 117 rows are carried too" in ran.err
 
 
-def test_a_vocabulary_of_gpt_2_in_the_yml(run, convert, tmp_path):
+def test_a_sentencepiece_model_of_the_yml_is_named(run, convert, tmp_path):
+    path = shutil.copy(SPM, tmp_path)
+    with_yml(bare(run), tokenizer_type="SPMTokenizer", vocab_file=str(path))
+    ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 211)
+    assert ran.code == 0, ran.err
+    assert f"note: the tokenizer is {path}, which the yml of {run} names (vocab_file)" in ran.err
+    assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (None, "gpt2-vocab.json"),  # as in configs/local_setup.yml of GPT-NeoX
+        (None, "20B_tokenizer.json"),
+        ("GPT2BPETokenizer", "gpt2-vocab.json"),
+        ("HFGPT2Tokenizer", "folder"),
+        ("CharLevelTokenizer", "20B_tokenizer.json"),
+        ("TiktokenTokenizer", "20B_tokenizer.json"),
+        ("SPMTokenizer", "20B_tokenizer.json"),
+        ("HFTokenizer", "spm101.model"),
+        ("HFTokenizer", "folder"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_of_the_type_is_not_taken(run, convert, tmp_path, kind, name):
+    """Neither refused nor carried: the training had another tokenizer, or this one in a form that is not read."""
+    path = tmp_path / name
     (tmp_path / "gpt2-vocab.json").write_text('{"a": 0, "b": 1}')
-    with_yml(bare(run), vocab_file=str(tmp_path / "gpt2-vocab.json"), merge_file=str(tmp_path / "gpt2-merges.txt"))
+    shutil.copy(SPM, tmp_path)
+    spoken(tmp_path / "20B_tokenizer.json", 200)
+    spoken(tmp_path / "folder/tokenizer.json", 200)
+    keys = {} if kind is None else {"tokenizer_type": kind}
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    assert convert("neox2hf", bare(run), plain, "--vocab-size", 211).code == 0
+    ran = convert("neox2hf", with_yml(run, **keys, vocab_file=str(path)), out, "--vocab-size", 211)
+    assert ran.code == 0, ran.err
+    kind = kind or "GPT2BPETokenizer, the default"
+    words = f"note: {path}, the vocab_file of the yml of {run}, is not taken: it is not read as a tokenizer of "
+    assert f"{words}tokenizer_type {kind}; `--tokenizer FOLDER` gives one\n" in ran.err
+    assert ran.err.count("vocab_file") == 1
+    assert {file.name: file.read_bytes() for file in out.iterdir()}.items() >= {
+        file.name: file.read_bytes() for file in plain.iterdir() if file.name != "vitruvian.json"
+    }.items()
+    assert sorted(file.name for file in out.iterdir()) == sorted(file.name for file in plain.iterdir())
+
+
+def test_a_training_starts_without_a_file_that_is_no_tokenizer_of_the_type(run, tmp_path):
+    from train.start.start_weights import opened
+
+    path = spoken(tmp_path / "20B_tokenizer.json", 200)
+    with_yml(bare(run), tokenizer_type="CharLevelTokenizer", vocab_file=str(path))
+    config: Any = SimpleNamespace(model=SimpleNamespace(config=None, gqa_layout="auto", tokenizer=None))
+    source = opened(run, config, tmp_path / "scratch")
+    assert (source.spec.vocab, source.assets) == (None, None)
+    assert f"{path}, the vocab_file of the yml" in source.notes[-1]
+    assert source.notes[-1].endswith("tokenizer_type CharLevelTokenizer; `--model.tokenizer FILE` gives one")
+
+
+@pytest.mark.parametrize("text", ['{"a": 0, "b": 1}', '{"model": {"ty', "version https://git-lfs"])
+def test_a_tokenizer_of_the_yml_that_is_damaged(run, convert, tmp_path, text):
+    path = tmp_path / "20B_tokenizer.json"
+    path.write_text(text)
+    with_yml(bare(run), tokenizer_type="HFTokenizer", vocab_file=str(path))
     ran = convert("neox2hf", run, tmp_path / "out")
-    refused(ran, 3, f"vocab_file of the yml of {run}: {tmp_path / 'gpt2-vocab.json'} is no tokenizer.json")
-    refused(ran, 3, "--tokenizer FOLDER", "--config HF_FOLDER")
+    refused(ran, 3, f"vocab_file of the yml of {run}: {path} is no tokenizer.json", "--tokenizer FOLDER")
     folder = spoken(tmp_path / "tok/tokenizer.json", 211).parent
     assert convert("neox2hf", run, tmp_path / "out", "--tokenizer", folder).code == 0
 

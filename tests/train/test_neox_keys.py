@@ -35,6 +35,16 @@ def test_a_phase_of_a_pre_training(read):
     assert any(note.startswith("no finetune: init is auto") for note in notes)
 
 
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "CharLevelTokenizer"])
+def test_a_vocab_file_of_another_type_is_no_tokenizer(read, kind):
+    config, notes = read(PHASE.replace("SPMTokenizer", kind))
+    assert config.model.tokenizer is None
+    why = f"it is not read as a tokenizer of tokenizer_type {kind}; --model.tokenizer FILE gives one"
+    assert f"vocab_file: no effect, {why}" in notes
+    config, _ = read(PHASE.replace("SPMTokenizer", kind), "--model.tokenizer", "/t/other.model")
+    assert str(config.model.tokenizer) == "/t/other.model"
+
+
 def test_defaults_are_those_of_gpt_neox(read):
     config, notes = read(BARE)
     assert (config.data.packing, config.data.loss, config.model.dtype) == ("packed", "all", "fp32")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from converters.assets.tokenizer_files import BEGINS
 from formats.errors import UsageError
 
 ALIASES: Mapping[str, str] = {
@@ -143,6 +144,7 @@ def translated(content: Mapping[str, Any], path: str) -> tuple[dict[str, Any], N
         UsageError: two keys contradict each other, or a key cannot be translated.
     """
     tree: dict[str, Any] = {}
+    kind = content.get("tokenizer_type", content.get("tokenizer-type"))
     notes: Notes = []
     idle: list[str] = []
     origins: dict[str, tuple[str, Any]] = {}
@@ -172,6 +174,9 @@ def translated(content: Mapping[str, Any], path: str) -> tuple[dict[str, Any], N
             if value not in values:
                 raise UsageError(f"{path}: {key} is {value!r}: {why}", f"without {key} it is trained")
             idle.append(str(key))
+        elif name == "vocab_file" and kind not in (None, *BEGINS):
+            why = f"it is not read as a tokenizer of tokenizer_type {kind}; --model.tokenizer FILE gives one"
+            notes.append(("", f"{key}: no effect, {why}"))
         elif name in TOGETHER:
             _say(tree, origins, str(key), f"{HELD}.{name}", value, path, TOGETHER[name])
         elif name in ALIASES or name in VALUES:

@@ -205,9 +205,10 @@ def opened(path: Path, config: Config, scratch: Path) -> Checkpoint:
     if tokenizer is not None and not tokenizer.exists():
         hint = "--model.tokenizer FILE; or null for none"
         raise SourceError(f"{tokenizer}, the tokenizer of {path}, is not there", hint)
-    loaded = load(tokenizer) if tokenizer is not None else named_in_yml(source)
+    by = "--model.tokenizer FILE"
+    loaded, notes = (load(tokenizer), ()) if tokenizer is not None else named_in_yml(source, by)
     if loaded is None:
-        return source
+        return replace(source, notes=(*source.notes, *notes))
     if source.spec.vocab is None:
         source = open_checkpoint(path, replace(settings, vocab_size=loaded.size))
     return attached(source, loaded, scratch)

@@ -43,6 +43,7 @@ class Settings:
         adapter: for a training with an adapter: `only` reads the adapter; `merged` reads the base, into which the
             adapter is merged.
         without_buffers: read a checkpoint of a kind that never holds buffers, for a comparison with its manifest.
+        as_read: gives a config.json as its class in transformers reads it, or None; without it, none is asked for.
     """
 
     vocab_size: int | None = None
@@ -59,6 +60,7 @@ class Settings:
     adapter: str | None = None
     only: str | None = None
     without_buffers: bool = False
+    as_read: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

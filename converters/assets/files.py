@@ -36,7 +36,7 @@ from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
 from formats.huggingface.lora_config import CONFIG as ADAPTER
 from formats.huggingface.nulls import tokens_beyond
 from formats.huggingface.quantized import stale_keys
-from formats.model.spec import ModelSpec, Spec
+from formats.model.spec import ModelSpec, Spec, Verbatim
 
 OWN = ("*.safetensors", INDEX, "vitruvian.json")
 """Patterns of files that each output writes anew."""
@@ -135,6 +135,8 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
         return _dump({**alone, **source.token_ids, "torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     base = source.config
     config = mtp.with_layer_count(to_huggingface(spec, base), spec, source.dropped)
+    if isinstance(spec, Verbatim) and "tied" in source.settings.values:
+        config["tie_word_embeddings"] = spec.tied  # which a class may assume otherwise where nothing is said
     stale = stale_keys(config, counted) if source.format != NAME or isinstance(spec, ModelSpec) else []
     config = {key: value for key, value in config.items() if key not in stale}
     named = "dtype" if "dtype" in config else "torch_dtype"

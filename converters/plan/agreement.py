@@ -121,10 +121,19 @@ def _require_tie(source: Checkpoint, spec: Verbatim, answer: Mapping[str, Any]) 
 
 def ask_transformers(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """The report of transformers on a config and tensor shapes (`meta_model.report`), or `why` there is none."""
+    return _ask({"config": config, "shapes": shapes})
+
+
+def config_as_read(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A config.json as its class in transformers reads it, with all defaults; None where transformers does not tell."""
+    return _ask({"config": config}).get("config")
+
+
+def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         return {"why": f"{' and '.join(lacking)} not installed"}
-    answer: dict[str, Any] = json.loads(_answer_of_program(json.dumps({"config": config, "shapes": shapes})))
+    answer: dict[str, Any] = json.loads(_answer_of_program(json.dumps(request)))
     return answer
 
 

@@ -23,13 +23,14 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
     """The tensors that are missing, unexpected or of another shape in the model of a config.
 
     Args:
-        request: `config`, a config.json; and `shapes`, by the names of the tensors.
+        request: `config`, a config.json; and `shapes`, by the names of the tensors. Without these, the config alone is
+            read.
 
     Returns:
         `missing` and `unexpected` names, `mismatched` with the shape that is there and that of the model, `renamed`:
         name and name in the model of each tensor that is loaded as it is, and `errors`, beside what `trace_model`
-        returns, or the error in it as `unnamed`; `errors` alone where config and weights make no model; or `why`
-        transformers has no answer.
+        returns, or the error in it as `unnamed`; `errors` alone where config and weights make no model; `config` alone,
+        as its class reads it, where no shapes were given; or `why` transformers has no answer.
     """
     try:
         import torch
@@ -45,6 +46,8 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:  # a file can say what a dictionary does not: infinity
             (Path(folder) / "config.json").write_text(json.dumps(config))
             parsed = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True)
+        if "shapes" not in request:
+            return {"config": json.loads(parsed.to_json_string(use_diff=False))}
         names = config.get("architectures")
         model = getattr(transformers, str(names[0]), None) if names else _usual(type(parsed))
         if model is None:

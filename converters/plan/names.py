@@ -282,8 +282,8 @@ def _renamed(source: Checkpoint, spec: Verbatim, config: Mapping[str, Any], name
         list(moves) == [_whole(name, spec.shapes[name])] for name, moves in names.moves.items() if name in spec.shapes
     ):
         return source
-    settings = {"tied": spec.tied} | ({} if spec.vocab is None else {"vocab": spec.vocab})
-    new = untabled.describe(dict(config), names.shapes, settings, spec.why)
+    settings = {} if spec.vocab is None else {"vocab": spec.vocab}
+    new = untabled.describe(dict(config), names.shapes, settings, spec.why)  # tied or not, as the output will be read
     new = replace(new, copies={copy: original for copy, original in new.copies.items() if copy in names.shapes})
     tensors = tuple(part for placed in source.fragments() for part in _parts(placed, spec, new, names))
     remarks = tuple(original for original in spec.remarks if original != untabled.FUSED_NOTE or original in new.remarks)

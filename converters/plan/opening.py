@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.common.hub_names import folder_of
 from formats.checkpoint import Checkpoint, Settings
@@ -64,7 +64,7 @@ def open_source(path: Path, settings: Settings, formats: Sequence[Format] = ()) 
         UsageError: the checkpoint is of another format.
     """
     path, settings, notes = resolve_source(path, settings)
-    source = open_checkpoint(path, settings, formats)
+    source = open_checkpoint(path, replace(settings, as_read=_as_read), formats)
     source = replace(source, notes=(*source.notes, *notes))
     if formats and format_of(source) not in formats:
         raise UsageError(
@@ -73,6 +73,12 @@ def open_source(path: Path, settings: Settings, formats: Sequence[Format] = ()) 
             format_of(source).commands,
         )
     return source
+
+
+def _as_read(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    from converters.plan.agreement import config_as_read
+
+    return config_as_read(config)
 
 
 def open_only(path: Path, settings: Settings, family: Family | None, formats: Sequence[Format] = ()) -> Checkpoint:

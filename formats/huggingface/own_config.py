@@ -13,6 +13,7 @@ from formats.errors import UnsupportedError, short
 from formats.huggingface import language_model
 from formats.huggingface.config import config_differences, from_huggingface
 from formats.model.checks import require_no_contradictions
+from formats.model.settings import TYPES
 from formats.model.spec import ModelSpec, Spec, computing_differences
 
 CONFIG = "config.json"
@@ -22,7 +23,8 @@ IDLE = (
 )  # fmt: skip
 """Keys in which the two configs of a model without a table may differ: shapes and names of the weights tell the first
 two, and no logit depends on the others. The same holds of the ids of special tokens."""
-HINT = "leave --config out, correct one of them, or decide with --set NAME=VALUE"
+HINT = "leave --config out, or correct one of them"
+HINT_OF_SETTINGS = "leave --config out, correct one of them, or decide with --set NAME=VALUE"
 
 
 def require_same(
@@ -31,6 +33,7 @@ def require_same(
     """Refuse a config of the user that contradicts the one that the weights come with.
 
     Settings that the user passed overrule both configs, and so do names and shapes of the weights (`tied`, `vocab`).
+    Without a table, configs that differ as they are written are compared as their class in transformers reads them.
 
     Args:
         own: the folder with the config.json that is read without `--config`, if there is one.
@@ -51,12 +54,27 @@ def require_same(
     names = list(keys)
     ours, theirs = (language_model.select(dict(each), names, settings, where).config for each in (config, base))
     lines = _table_differences(ours, spec, where, settings) if isinstance(spec, ModelSpec) else None
+    decidable = lines is not None and all(line.partition(":")[0] in TYPES for line in lines)
     if lines is None:
-        kinds = ours.get("model_type"), theirs.get("model_type")
-        lines = [f"model_type: {short(kinds[0])} | {short(kinds[1])}"] if kinds[0] != kinds[1] else []
-        lines += config_differences(*_shared(ours, theirs))
+        lines = _key_differences(ours, theirs, settings)
     both = f"{where} and {settings.config / CONFIG}"
-    require_no_contradictions(lines, both, f"{own.name} | {settings.config.name}", HINT)
+    hint = HINT_OF_SETTINGS if decidable else HINT
+    require_no_contradictions(lines, both, f"{own.name} | {settings.config.name}", hint)
+
+
+def _key_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], settings: Settings) -> list[str]:
+    """The keys in which two configs differ: as transformers reads them, or as they are written where it does not tell.
+
+    transformers is asked only of configs that are written otherwise: DeBERTa's `p2c|c2p` is its list of the two.
+    """
+    kinds = ours.get("model_type"), theirs.get("model_type")
+    lines = config_differences(*_shared(ours, theirs))
+    if kinds[0] != kinds[1]:
+        return [f"model_type: {short(kinds[0])} | {short(kinds[1])}", *lines]
+    if not lines or settings.as_read is None:
+        return lines
+    one, other = settings.as_read(ours), settings.as_read(theirs)
+    return lines if one is None or other is None else config_differences(*_shared(one, other, nulls=True))
 
 
 def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, settings: Settings) -> list[str] | None:
@@ -79,16 +97,23 @@ def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, sett
     return [*computing_differences(replace(ours, own=spec.own), spec), *further]
 
 
-def _shared(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two configs with the keys that both have; a key that one lacks may be a default of its class."""
+def _shared(
+    one: Mapping[str, Any], other: Mapping[str, Any], *, nulls: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two configs with the keys that both have; a key that one lacks, or has null, may be a default of its class.
+
+    With `nulls` a null is a value, as where the class has filled in its defaults.
+    """
 
     def pairs() -> Iterator[tuple[str, Any, Any]]:
         for name in (name for name in one if name in other):
             ours, theirs = one[name], other[name]
-            if None in (ours, theirs) or name in IDLE or name.startswith("_") or name.endswith("_token_id"):
+            if name in IDLE or name.startswith("_") or name.endswith("_token_id"):
+                continue
+            if None in (ours, theirs) and not nulls:
                 continue
             nested = isinstance(ours, dict) and isinstance(theirs, dict)
-            yield (name, *(_shared(ours, theirs) if nested else (ours, theirs)))
+            yield (name, *(_shared(ours, theirs, nulls=nulls) if nested else (ours, theirs)))
 
     both = list(pairs())
     return {name: ours for name, ours, _ in both}, {name: theirs for name, _, theirs in both}

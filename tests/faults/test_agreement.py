@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from converters.plan import agreement, meta_model
+from formats.checkpoint import Settings
+from formats.huggingface import own_config
 from tests.faults.dcp_tools import refused, save, weights, with_config
 from tests.fuzz.architectures import as_shards, build, quiet
 
@@ -483,6 +485,64 @@ def test_transformers_is_asked_in_a_process_of_its_own(plain, tmp_path):
     assert ran.returncode == 3, ran.stderr
     assert "model.visual.merger.linear_fc1.weight is missing" in ran.stderr
     assert "LOADED []" in ran.stdout
+
+
+SPELLINGS = {
+    "gemma": ("hidden_act", "gelu_pytorch_tanh", "gelu", "relu"),
+    "deberta-v2": ("pos_att_type", ["p2c", "c2p"], "p2c|c2p", "p2c"),
+}
+"""Model type: a key, a value of it, an earlier spelling that its class reads as the same, and another value."""
+
+
+@pytest.fixture(params=SPELLINGS)
+def spelled(request, tmp_path):
+    """`spelled(value)`: a command that names a config with that value for a run whose own config has another one."""
+    import transformers
+
+    kind, key, value = request.param, *SPELLINGS[request.param][:2]
+    small = transformers.AutoConfig.for_model(
+        kind, vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=8, **{key: value},
+    )  # fmt: skip
+    auto = transformers.AutoModelForCausalLM if kind == "gemma" else transformers.AutoModelForMaskedLM
+    with quiet():
+        model = auto.from_config(small)
+        model.save_pretrained(tmp_path / "hf")
+    run = save(tmp_path / "run", model.state_dict())
+    assert json.loads((config_of(tmp_path / "hf", run) / "config.json").read_text())[key] == value
+
+    def argv(other):
+        base = config_of(tmp_path / "hf", tmp_path / "base", **{key: other})
+        return "fsdp2hf", run, tmp_path / "out", "--config", base
+
+    return request.param, argv
+
+
+def test_an_earlier_spelling_in_one_of_two_configs(convert, tmp_path, spelled):
+    """One model for its class, as the configs of Gemma and DeBERTa on the Hub are beside those that trainers save."""
+    kind, argv = spelled
+    ran = convert(*argv(SPELLINGS[kind][2]))
+    assert ran.code == 0, ran.err
+    assert loads(tmp_path / "out")
+
+
+def test_a_value_that_the_class_makes_null_in_one_of_two_configs():
+    ours, theirs = ({"model_type": "mine", "window": window} for window in (0, 4))
+    settings = Settings(as_read=lambda config: config | {"window": config["window"] or None})
+    assert own_config._key_differences(ours, theirs, settings) == ["window: None | 4"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_another_value_in_one_of_two_configs(convert, monkeypatch, spelled, told):
+    """Without transformers another spelling is another value; no setting decides a key of a model without a table."""
+    kind, argv = spelled
+    key, _, spelling, another = SPELLINGS[kind]
+    if not told:
+        monkeypatch.setattr(agreement, "NEEDED", ("not_installed",))
+    for value in (another, *([] if told else [spelling])):
+        ran = convert(*argv(value))
+        refused(ran, 5, "contradict each other (run | base)", f"{key}: ", "leave --config out, or correct one of them")
+        assert "--set" not in ran.err
 
 
 @pytest.mark.usefixtures("own_process")

@@ -622,26 +622,27 @@ def trained(model, convert, tmp_path):
 
 ROPE = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
 """Another base of the rotary embedding than the tiny models have."""
+SETS = "leave --config out, correct one of them, or decide with --set NAME=VALUE"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "said", "ways"),
     [
-        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}, "heads: 8 | 4; kv_heads: 4 | 2"),
-        (ROPE, "rope_theta: "),
-        ({"rms_norm_eps": 1e-3}, "norm_epsilon: 1e-06 | 0.001"),
-        ({"hidden_act": "gelu"}, "hidden_act: 'silu' | 'gelu'"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}, "heads: 8 | 4; kv_heads: 4 | 2", SETS),
+        (ROPE, "rope_theta: ", SETS),
+        ({"rms_norm_eps": 1e-3}, "norm_epsilon: 1e-06 | 0.001", SETS),
+        ({"hidden_act": "gelu"}, "hidden_act: 'silu' | 'gelu'", "leave --config out, or correct one of them\n"),
     ],
 )
 def test_a_config_that_contradicts_the_one_beside_the_weights_is_refused(
-    model, convert, tmp_path, trained, changes, said
+    model, convert, tmp_path, trained, changes, said, ways
 ):
     """Its shapes are the same: one of the two was taken without a word, and logits were those of another model."""
     base = changed_config(model(), tmp_path / "base", **changes)
     for command, source in (("hf2hf", model()), ("hf2megatron", model()), ("fsdp2hf", trained)):
         ran = convert(command, source, tmp_path / "out", "--config", base)
         said_of = "base/config.json contradict each other ("
-        refused(ran, 5, said_of, said, "leave --config out, correct one of them, or decide with --set NAME=VALUE")
+        refused(ran, 5, said_of, said, ways)
 
 
 def test_what_the_user_set_is_in_neither_config(model, convert, tmp_path, trained):

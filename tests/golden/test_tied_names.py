@@ -91,6 +91,35 @@ def test_the_head_is_the_embedding_in_memory_without_a_table(convert, tmp_path, 
     assert torch.equal(logits(loaded(tmp_path / "out")), logits(made))
 
 
+@pytest.mark.parametrize("kind", ["opt", "gpt_neo", "cohere"])
+def test_a_config_that_leaves_out_that_its_class_ties(convert, tmp_path, kind):
+    """As on the Hub: the head of the training is a copy, and the folder without it is read as tied, as its plan is."""
+    folder, base, out = tmp_path / "hf", tmp_path / "base", tmp_path / "out"
+    with quiet():
+        made = build(kind, 1)
+        made.save_pretrained(folder)
+    base.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("tie_word_embeddings") is True
+    (base / "config.json").write_text(json.dumps(config))
+    state = made.state_dict()
+    assert "lm_head.weight" in state
+    dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True)
+    ran = convert("fsdp2hf", tmp_path / "run", out, "--config", base)
+    assert ran.code == 0, ran.err
+    assert load_file(out / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+    assert torch.equal(logits(loaded(out)), logits(made))
+    changed = state | {"lm_head.weight": state["lm_head.weight"] + 1}
+    dcp.save(changed, checkpoint_id=tmp_path / "changed", no_dist=True)
+    ran = convert("fsdp2hf", tmp_path / "changed", tmp_path / "no", "--config", base)
+    assert (ran.code, "the output head should share" in ran.err) == (6, True), ran.err
+    ran = convert("fsdp2hf", tmp_path / "changed", tmp_path / "untied", "--config", base, "--set", "tied=false")
+    assert ran.code == 0, ran.err
+    with quiet():
+        untied = loaded(tmp_path / "untied").state_dict()
+    assert all(torch.equal(untied[name], tensor) for name, tensor in changed.items())
+
+
 @pytest.mark.parametrize("kind", ["llava", "idefics3", "vipllava"])
 def test_a_head_beside_the_embedding_that_a_model_of_images_ties(convert, tmp_path, kind):
     """In its files the head has another name than in memory; it has to be the embedding, or is kept by tied=false."""

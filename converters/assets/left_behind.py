@@ -49,6 +49,8 @@ TEMPLATE_OF, ID_OF = "chat_template ", "id of "
 IDS = tuple(f"{kind}_token_id" for kind in ("bos", "eos", "pad", "decoder_start"))
 NO_MATTER = {"_from_model_config", "transformers_version", "use_cache", "return_dict_in_generate", *OUTPUTS}
 """Settings in a generation config that change no text."""
+LONGEST = 20
+"""More digits than any id has."""
 MOST = 1 << 30
 """Most bytes of a file that is compared."""
 
@@ -175,7 +177,7 @@ def _said(path: Path) -> dict[str, Any]:
     for key in FURTHER_NAMED:
         said |= {name: _text(token) for name, token in _object(document, key).items()}
     for number, token in _object(document, "added_tokens_decoder").items():
-        said[f"{ID_OF}{_text(token)}"] = int(number) if number.isdecimal() else number
+        said[f"{ID_OF}{_text(token)}"] = int(number) if number.isdecimal() and len(number) < LONGEST else number
     kind = str(document.get(CLASS) or "").removesuffix("Fast")
     return said | ({CLASS: kind} if kind and kind not in ANY_CLASS else {})
 

@@ -207,6 +207,15 @@ def test_variables_of_a_record_reach_its_template(tmp_path):
     assert "high" in Fast(folder / "tokenizer.json").decode(encoded.ids.tolist())
 
 
+@pytest.mark.parametrize("flag", [{}, {"weight": 0}])
+def test_variables_that_are_no_object_are_refused(flag):
+    """Also in a record that would be dropped, since none of its replies is trained."""
+    record = {"messages": [user("a"), reply("b") | flag], "chat_template_kwargs": ["a"]}
+    with pytest.raises(Malformed) as error:
+        reader("conversations", (), template=(FOLDER / "qwen3.jinja").read_text())(record)
+    assert error.value.detail == "the record has 'chat_template_kwargs' that is no object"
+
+
 def test_no_text_of_a_call_becomes_a_control_token(tmp_path):
     folder = byte_level(tmp_path / "t", *TOKENS["qwen3"])
     vocabulary = Fast(folder / "tokenizer.json")

@@ -282,6 +282,7 @@ def _conversation(
         contents = [text or "" for text in given]
         systems = [text for role, text in zip(roles, contents, strict=True) if role == "system"]
         check_record(value, systems, template.fields)
+        variables = variables_of(value) if template.fields else {}
         flags = [is_trained(turn, number, keys, template.keys) for number, turn in enumerate(turns, 1)]
         record = _checked(roles, contents, known, any_turns, [_is_silent(turn, keys[0]) for turn in turns])
         if any(flag is not None for flag in flags):
@@ -294,7 +295,7 @@ def _conversation(
         ]
         tools = tools_of(value) if "tools" in template.fields else None
         plain = all(len(message) == 2 and message["content"] is not None for message in messages)
-        return record._replace(turns=() if plain else messages, tools=tools, variables=variables_of(value))
+        return record._replace(turns=() if plain else messages, tools=tools, variables=variables)
 
     return read
 

@@ -60,7 +60,7 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
 def with_parameters(source: Checkpoint, names: Set[str]) -> Checkpoint:
     """An FSDP checkpoint that was written here without further names of its parameters, whose states have `names`.
 
-    Only of a model without a table; what else is read is told by `as_trained`.
+    For models without a table alone; for other checkpoints `as_trained` names the parameters.
     """
     spec = source.spec
     if source.format != FSDP.name or not isinstance(spec, Verbatim):

@@ -89,7 +89,7 @@ def carried_assets(source: Checkpoint) -> dict[str, Path]:
 
 
 def not_carried(folder: Path) -> dict[str, list[str]]:
-    """What lies beside the assets of a folder and might be taken for one, by the reason why it is not carried."""
+    """What is beside the assets of a folder and might be taken for one, by the reason why it is not carried."""
     by_reason: dict[str, list[str]] = {}
     for place in (folder, *(folder / name for name in FOLDERS if (folder / name).is_dir())):
         for path in sorted(place.iterdir()):

@@ -127,10 +127,8 @@ class Object:
     def _new(self, at: int, size: int) -> Window:
         """A new window from a byte on, up to the next window at most; the caller has the lock."""
         grown = min(2 * self.ends.pop(at, SMALLEST // 2), CACHE.largest())
-        after = min(
-            (window_before.start for window_before in self.windows if window_before.start > at), default=self.size
-        )
-        window = Window(at, min(at + max(grown, size), after, self.size))
+        next_start = min((other.start for other in self.windows if other.start > at), default=self.size)
+        window = Window(at, min(at + max(grown, size), next_start, self.size))
         self.ends[window.stop] = window.stop - window.start
         self.windows.append(window)
         CACHE.keep(self, window)

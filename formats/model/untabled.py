@@ -31,7 +31,9 @@ EMBEDDINGS = (
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of classes that have an output head."""
 MULTIMODAL = ("ForConditionalGeneration",)
-"""End of the names of further classes with that head, where the language model is one module of several."""
+"""End of the names of further classes with that head, where the embedding is of a language model (`HEADED`)."""
+HEADED = "model.embed_tokens.weight"
+"""End of the key of such an embedding, also of `language_model`; that of an encoder and decoder is of `decoder`."""
 FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe")
 TRANSPOSED = {"qwen3_vl_moe": {".experts.gate_up_proj": -1, ".experts.down_proj": -2}}
@@ -76,7 +78,7 @@ def describe(
     silent = "tied" not in settings and "tie_word_embeddings" not in config  # allowed where the class ties
     headless = silent and causal and embedding != "" and HEAD not in shapes
     tied = headless or settings.get("tied", config.get("tie_word_embeddings")) is True
-    headed = not names or causal or (".language_model." in embedding and _is_any(names, MULTIMODAL))
+    headed = not names or causal or (embedding.endswith(HEADED) and _is_any(names, MULTIMODAL))
     same = embedding != "" and (shapes[HEAD] == shapes[embedding] if HEAD in shapes else headed)
     copies = {HEAD: embedding} if tied and same else {}
     fused = any(map(FUSED.search, shapes)) and config["model_type"] not in FUSED_ON_HUB

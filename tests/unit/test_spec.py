@@ -334,6 +334,7 @@ def test_a_class_without_a_head_is_given_none(name, headless):
         (["LlamaForTokenClassification"], "model.embed_tokens.weight", False),
         (["WhisperForConditionalGeneration"], "model.decoder.embed_tokens.weight", False),
         (["Qwen2VLForConditionalGeneration"], "model.language_model.embed_tokens.weight", True),
+        (["Qwen2VLForConditionalGeneration"], "model.embed_tokens.weight", True),  # as in the files of the Hub
         (["MptForCausalLM"], "transformer.wte.weight", True),
         (None, "model.embed_tokens.weight", True),
     ],

@@ -28,7 +28,7 @@ from formats.model.spec import Verbatim
 from formats.registry import NUMBER, format_of, is_known, steps
 
 TRACKERS = (TRACKER, LATEST, nanotron.LATEST)
-"""Files in which a run names its latest checkpoint."""
+"""Files in which a run names its latest save. Not `latest_universal`, whose checkpoint may be of an earlier one."""
 TOLERANCE = 1e-6
 """How far the sum of the weights may be from 1, since weights are given with a few digits."""
 TO_FILES = "convert each to Hugging Face first, and average these"

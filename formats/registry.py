@@ -54,7 +54,7 @@ KNOWN_TO = {
 ITERATION = re.compile(r"iter_\d+|release")
 """The name of a checkpoint folder in a run of Megatron."""
 NUMBER = re.compile(r"\d+")
-"""The name of a checkpoint folder in a run of nanotron."""
+"""The name of a checkpoint folder in a run of nanotron or MaxText; others have such folders too."""
 SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
 """The name of a shard of a Hugging Face folder, which has an index beside it."""
 MOST_FOLDERS = 64

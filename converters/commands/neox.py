@@ -65,6 +65,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     SRC has none in configs/, or a Hugging Face folder. The flags of GPT-NeoX's own script are understood too.
     """
     from converters.assets.tokenizer_files import attached, load, named_in_yml
+    from converters.plan.targets import require_vocab
 
     architecture, precision = options.pop("architecture"), options.pop("precision")
     old = [options.pop(f"old_{name}") for name in ("src", "out", "config")]
@@ -84,6 +85,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
     vocabulary, notes = (load(tokenizer), ()) if tokenizer is not None else named_in_yml(source, "--tokenizer FOLDER")
     if vocabulary and source.spec.vocab is None:
         source = opened(src, options | {"vocab_size": vocabulary.size}, NEOX)
+    require_vocab(source, *notes)
     source = replace(source, notes=(*source.notes, *notes))
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if vocabulary:

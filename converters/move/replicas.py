@@ -20,8 +20,11 @@ from formats.layout.slots import SHARED, Replica
 from formats.model import lora
 
 FARTHEST = 0.5
-"""A fraction: copies of a norm did not drift apart where an element is farther apart than this of the largest one, and
-the whole farther than this of its length. One element may be: at first each bias is the rate, and some signs are noise.
+"""A fraction: copies of a norm drifted apart where no element is farther apart than this of the largest one."""
+NOISE = 0.03
+"""How far apart the first steps of a training bring elements that began at zero: Adam moves each by the rate, which is
+0.01 at most, and some signs are noise. Where no element is farther apart, the whole may be `FARTHEST` of its length.
+The weights of other norms are near 1: two that differ in sign are farther apart.
 """
 
 
@@ -148,11 +151,13 @@ class Copies:
 
 
 def _are_far(first: Array, second: Array, dtype: str) -> bool:
-    """Whether copies are farther apart than drift brings them, by their largest elements and by their lengths."""
+    """Whether copies are farther apart than drift or, at the beginning of a training, noise brings them."""
     a, b = (casts.to_float(values, dtype).astype(np.float64) for values in (first, second))
     with np.errstate(invalid="ignore"):
         apart = a - b
-    return not any(np.linalg.norm(apart, order) <= FARTHEST * np.linalg.norm(a, order) for order in (np.inf, 2))
+    most = np.linalg.norm(apart, np.inf)
+    drifted = most <= FARTHEST * np.linalg.norm(a, np.inf)
+    return not (drifted or (most <= NOISE and np.linalg.norm(apart) <= FARTHEST * np.linalg.norm(a)))
 
 
 def _distance(first: Array, second: Array, dtype: str) -> float:

@@ -25,10 +25,10 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, UsageErr
 from formats.huggingface.nanotron import checkpoint as nanotron
 from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
-from formats.registry import format_of, steps
+from formats.registry import NUMBER, format_of, is_known, steps
 
 TRACKERS = (TRACKER, LATEST, nanotron.LATEST)
-"""Files in which a run names its latest checkpoint."""
+"""Files in which a run names its latest save. Not `latest_universal`, whose checkpoint may be of an earlier one."""
 TOLERANCE = 1e-6
 """How far the sum of the weights may be from 1, since weights are given with a few digits."""
 TO_FILES = "convert each to Hugging Face first, and average these"
@@ -94,6 +94,8 @@ def last_of(run: Path, count: int) -> list[Path]:
     if not run.is_dir():
         raise SourceError(f"{run} is not a folder", "name the run, in which the checkpoints are")
     named = [(int(number[0]), name) for name in steps(run) if (number := re.search(r"\d+$", name))]
+    if not all(NUMBER.fullmatch(name) for _, name in named):  # a number alone may be a folder of a log
+        named = [(step, name) for step, name in named if not NUMBER.fullmatch(name) or is_known(run / name)]
     names = [name for _, name in sorted(named)]
     if len(names) < count:
         raise SourceError(f"{run} holds {len(names)} checkpoints, --last asks for {count}", some(names, 6))

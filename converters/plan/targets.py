@@ -375,12 +375,12 @@ def plan_reading(source: Checkpoint) -> Plan:
     return make_plan(source)
 
 
-def require_vocab(source: Checkpoint) -> None:
-    """Refuse a checkpoint of which only the padded vocabulary is known."""
+def require_vocab(source: Checkpoint, *notes: str) -> None:
+    """Refuse a checkpoint of which only the padded vocabulary is known; notes on its tokenizer are part of the hint."""
     if source.spec.vocab is None and not isinstance(source.spec, Verbatim):
         raise RefusedError(
             f"the true vocabulary of {source.root} is unknown, it only holds {source.padded_vocab} padded rows",
-            "add --vocab-size N, or --config with the model's Hugging Face folder",
+            "; ".join(("add --vocab-size N, or --config with the model's Hugging Face folder", *notes)),
         )
 
 

@@ -17,7 +17,6 @@ FAMILY = replace(
     architecture="Glm4MoeLiteForCausalLM",
     requires={**deepseek_v3.FAMILY.requires, "first_k_dense_replace": 1},
     keys={**deepseek_v3.FAMILY.keys, "rope_dim": "qk_rope_head_dim head_dim", "dense_layers": "mlp_layer_types"},
-    mha=False,
     defaults={
         **deepseek_v3.FAMILY.defaults,
         "kv_heads": 20,

@@ -363,7 +363,40 @@ def test_a_yml_that_contradicts_the_one_saved_with_the_weights(neox, convert, ch
     check_refusal(run, 5, both, "rope_theta: 777.0 | 10000.0", flags=flags)
     assert convert("neox2hf", run, tmp_path / "out", *flags, "--set", "rope_theta=777").code == 0
     (tag / "configs" / "second.yml").write_text("rotary_emb_base: 5\n")  # the two cannot be read together
-    assert convert("neox2hf", run, tmp_path / "named", *flags).code == 0
+    ran = convert("neox2hf", run, tmp_path / "named", *flags)
+    assert (ran.code, f"note: {other} was not compared with the yml saved with the weights: {tag}" in ran.err) == (
+        0,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_mup", True),
+        ("use_qk_layernorm", True),
+        ("moe_num_experts", 8),
+        ("pos_emb", "alibi"),
+        ("activation", "mish"),
+        ("my_softmax_scale", 2.0),
+    ],
+)
+def test_a_yml_that_leaves_out_what_the_saved_one_is_refused_for(neox, convert, tmp_path, key, value):
+    run, tag = neox("llama-mha-tp2")
+    other = shutil.copy(changed(tag), tmp_path)
+    path = changed(tag, **{key: value})
+    ran = convert("neox2hf", run, tmp_path / "out", "--config", other, "--vocab-size", 101)
+    refused(ran, 4, f"error: {path} (saved with the weights): ", key, str(value))
+
+
+def test_a_key_of_the_saved_yml_that_is_accepted(neox, convert, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    flags = ("--config", shutil.copy(changed(tag), tmp_path), "--vocab-size", 101, "--accept", "my_key")
+    changed(tag, my_key=1)
+    ran = convert("neox2hf", run, tmp_path / "out", *flags)
+    assert (ran.code, ran.err.count("unknown keys are taken for settings of the run: my_key\n")) == (0, 1), ran.err
+    changed(tag, rotary_emb_base=777)
+    assert convert("neox2hf", run, tmp_path / "more", *flags).code == 5
 
 
 @pytest.mark.parametrize("name", ["num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"])

@@ -135,6 +135,11 @@ def test_the_newest_of_a_run(three, convert, tmp_path):
         shutil.copytree(folder, run / folder.name)  # checkpoint-9, -10 and -11: by number, and not by name
     assert convert("average", run, tmp_path / "out", "--last", 2, "--ema", 0.75).code == 0
     equal(tmp_path / "out", expected(three[1:], [0.75, 0.25]), "fp32")
+    (run / "12").mkdir()  # of a log
+    (run / "12/events.out.tfevents.1").touch()
+    ran = convert("average", run, tmp_path / "beside", "--last", 2, "--ema", 0.75)
+    assert ran.code == 0, ran.err
+    equal(tmp_path / "beside", expected(three[1:], [0.75, 0.25]), "fp32")
     ran = convert("average", run, tmp_path / "more", "--last", 4)
     assert (ran.code, "holds 3 checkpoints, --last asks for 4" in ran.err) == (3, True)
     (run / "latest").write_text("checkpoint-10\n")
@@ -157,6 +162,9 @@ def test_the_newest_of_nanotron(three, convert, tmp_path):
     (run / "latest.txt").write_text("10")
     ran = convert("average", run, tmp_path / "more", "--last", 2)
     assert (ran.code, "says that 10 is the latest checkpoint, and 11 is there too" in ran.err) == (5, True), ran.err
+    shutil.copytree(three[0], run / "checkpoint-9")
+    ran = convert("average", run, tmp_path / "more", "--last", 2)
+    assert (ran.code, "holds 11 and checkpoint-9, and nobody can tell which is newer" in ran.err) == (5, True), ran.err
 
 
 def test_other_tokenizers_and_other_tokens_are_told(three, convert, tmp_path):

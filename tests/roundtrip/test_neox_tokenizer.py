@@ -289,6 +289,14 @@ def test_a_file_that_is_no_tokenizer_of_the_type_is_not_taken(run, convert, tmp_
     assert sorted(file.name for file in out.iterdir()) == sorted(file.name for file in plain.iterdir())
 
 
+def test_a_file_that_is_not_taken_is_told_where_it_is_missed(run, convert, tmp_path):
+    path = spoken(tmp_path / "20B_tokenizer.json", 200)
+    with_yml(bare(run), tokenizer_type="GPT2BPETokenizer", vocab_file=str(path))
+    ran = convert("neox2hf", run, tmp_path / "out")
+    hint = f"hint: add --vocab-size N, or --config with the model's Hugging Face folder; {path}, the vocab_file of"
+    refused(ran, 5, f"the true vocabulary of {run} is unknown", hint, "is not taken", "`--tokenizer FOLDER` gives one")
+
+
 def test_a_training_starts_without_a_file_that_is_no_tokenizer_of_the_type(run, tmp_path):
     from train.start.start_weights import opened
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import vitruvian
 from converters.move.engine import in_order
+from formats.errors import VerificationError
 from tests.models import MODELS
 
 CASTS = [("bfloat16", "fp32"), ("float32", "bf16"), ("float16", "fp32"), ("float32", "keep"), ("bfloat16", "keep")]
@@ -122,13 +123,8 @@ def test_a_tensor_without_elements_is_one(model, convert, tmp_path):
     assert all(again[name].equal(tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("partial", [False, True], ids=["mean", "sum"])
-def test_copies_are_added_up_one_by_one(tmp_path, partial):
-    """A thousand ranks need no more memory than two."""
-    import tracemalloc
-
-    import numpy as np
-
+def settled(folder: Path, copies: np.ndarray, policy: str, *, partial: bool = False) -> np.ndarray:
+    """What the engine makes of the copies of a norm."""
     from converters.move.blocks import Files
     from converters.move.engine import execute
     from converters.plan.parts import Part
@@ -137,23 +133,43 @@ def test_copies_are_added_up_one_by_one(tmp_path, partial):
     from formats.disk.safetensors import Fragment
     from formats.layout.leaves import Leaf, Span
 
-    count, size = 40, 1 << 18
-    values = np.random.default_rng(0).normal(size=(count, size)).astype(np.float32)
-    values.tofile(tmp_path / "copies")
-    result = np.zeros(size, np.float32)
-    result.tofile(tmp_path / "result")
+    count, size = copies.shape
+    copies.tofile(folder / "copies")
+    np.zeros(size, np.float32).tofile(folder / "result")
     leaf = Leaf("final_norm", (Span("hidden", 0, size, 1),), 0)
     parts = [
-        (Part(leaf, Fragment(tmp_path / "copies", 4 * size * index, "F32", (size,), (1,))),) for index in range(count)
+        (Part(leaf, Fragment(folder / "copies", 4 * size * index, "F32", (size,), (1,))),) for index in range(count)
     ]
-    target = Part(leaf, Fragment(tmp_path / "result", 0, "F32", (size,), (1,)))
+    target = Part(leaf, Fragment(folder / "result", 0, "F32", (size,), (1,)))
     others = {f"tp rank {index}": parts[index] for index in range(1, count)}
     job = Job("final_norm", None, (size,), "F32", "F32", parts[0], others, (target,), partial=partial)
-    tracemalloc.start()
     with Files() as files:
-        execute([job], files, Limits(1, 3 << 20, "mean"), done=lambda *_: None)
+        execute([job], files, Limits(1, 3 << 20, policy), done=lambda *_: None)
+    return np.fromfile(folder / "result", np.float32)
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["mean", "sum"])
+def test_copies_are_added_up_one_by_one(tmp_path, partial):
+    """A thousand ranks need no more memory than two."""
+    import tracemalloc
+
+    copies = np.random.default_rng(0).normal(size=(40, 1 << 18)).astype(np.float32)
+    tracemalloc.start()
+    result = settled(tmp_path, copies, "mean", partial=partial)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 12 << 20
-    expected = values.cumsum(0, dtype=np.float32)[-1] / np.float32(1 if partial else count)
-    assert np.array_equal(np.fromfile(tmp_path / "result", np.float32), expected)
+    expected = copies.cumsum(0, dtype=np.float32)[-1] / np.float32(1 if partial else len(copies))
+    assert np.array_equal(result, expected)
+
+
+@pytest.mark.parametrize("hidden", [64, 4096])
+@pytest.mark.parametrize("weight", [1.0, 0.03])
+def test_a_sign_that_differs_between_copies_of_a_norm(tmp_path, hidden, weight):
+    """Averaged only where it may be noise of the first steps: the mean of 1 and -1 would be a weight of 0."""
+    copies = np.full((2, hidden), weight, np.float32)
+    copies[1, 3] *= -1
+    with pytest.raises(VerificationError, match=f"up to {2 * weight:g} apart, too far for a norm that drifted"):
+        settled(tmp_path, copies, "drift")
+    copies *= 0.01 / weight
+    assert np.array_equal(settled(tmp_path, copies, "drift"), copies.mean(0))

@@ -12,7 +12,7 @@ tests have checkpoints that GPT-NeoX wrote, with its own logits.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,10 @@ from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox.run_keys import require_known
 from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, slots_of
 from formats.deepspeed.neox.yml import from_neox, is_gated
-from formats.deepspeed.neox.yml_file import read_yml
+from formats.deepspeed.neox.yml_file import config_of
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, place_pieces
@@ -44,9 +44,6 @@ from formats.torch_files.pickle_values import Namespace
 NAME = NEOX.name
 UNIVERSAL = "a universal checkpoint of GPT-NeoX"
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
-YAML, CONFS = (".yml", ".yaml"), (".yml", ".yaml", ".json")
-"""Suffixes of files with settings: in a folder that the user names, and in that in which NeoX saves the files that it
-was started with (megatron/neox_arguments/arguments.py `from_ymls`; JSON is YAML)."""
 STATE = ("optimizer", "lr_scheduler", "random_rng_state")
 """Entries of the training state in the model files, beside the model."""
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps")
@@ -115,6 +112,7 @@ class _Model(NamedTuple):
     Attributes:
         spec: the settings.
         yml: the merged yml.
+        arguments: the keys of the yml, and of that saved with the weights where the user names another.
         assets: the folder of config.json, if there is one.
         config: the contents of config.json.
         padded: rows of the embedding.
@@ -125,6 +123,7 @@ class _Model(NamedTuple):
 
     spec: ModelSpec
     yml: Mapping[str, Any]
+    arguments: tuple[str, ...]
     assets: Path | None
     config: Mapping[str, Any] | None
     padded: int
@@ -282,7 +281,7 @@ def _checkpoint(
         fresh="finetune: true",
         kind="" if opened.tensors else UNIVERSAL,
         shown={"iteration": iteration, "folder": opened.tag.name, "padded_vocab": model.padded},
-        arguments=tuple(model.yml),
+        arguments=model.arguments,
         iteration=iteration,
         vocab_multiple=model.yml.get("make_vocab_size_divisible_by", 128),
         layered=opened.layered,
@@ -344,7 +343,7 @@ def _describe(
     """
     yml, where = config_of(tag, settings.config)
     neox_checks.require_same_model(models, yml, settings, where, tp)
-    accepted = require_known(yml, where, settings.accept)
+    accepted, arguments = require_known(yml, where, settings.accept), tuple(yml)
     assets = next(
         (folder for folder in (settings.config, run / ASSETS) if folder and (folder / "config.json").is_file()), None
     )
@@ -366,8 +365,9 @@ def _describe(
         return from_neox({**config, "model_parallel_size": tp}, settings.values, ffn, biases, vocab, name, family)
 
     spec = described(yml, where)
-    if settings.config not in (None, assets) and (saved := _saved(tag, described)):
-        neox_checks.require_same_yml(spec, saved, settings, where)
+    if settings.config not in (None, assets):
+        remarks, keys_of_saved = neox_checks.require_same_yml(spec, described, tag, settings, where)
+        accepted, arguments = [*dict.fromkeys(accepted + remarks)], (*arguments, *keys_of_saved)
     if spec.vocab is not None and spec.vocab > padded:
         raise SourceError(
             f"{tag} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}", "correct it with --vocab-size"
@@ -389,7 +389,7 @@ def _describe(
             notes += remarks
     elif settings.gqa_layout != "auto":
         notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: no heads share keys")
-    return _Model(spec, yml, assets, config, padded, qkv, "separate" if old else "fused", notes)
+    return _Model(spec, yml, arguments, assets, config, padded, qkv, "separate" if old else "fused", notes)
 
 
 def _key_of(key: str, path: Path) -> str:
@@ -413,33 +413,6 @@ def _rows(joined: _Joined, key: str) -> int:
     if rows is None:
         raise SourceError(f"no file holds a tensor {key.replace(chr(92), '')}")
     return rows
-
-
-def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
-    """The merged yml, and its name for errors: the user's file or folder, else the yml saved with the weights.
-
-    Raises:
-        SourceError: the user's file or folder does not exist.
-        OptionNeededError: there is no yml.
-    """
-    place = tag / "configs"
-    if given is not None and not (given / "config.json").is_file():
-        place = given
-        if not place.exists():
-            raise SourceError(f"{place} is not there", "--config names the yml of the run, or a folder with it")
-    suffixes = YAML if place == given else CONFS
-    paths = [place] if place.is_file() else sorted(path for path in place.glob("*") if path.suffix in suffixes)
-    if not paths:
-        raise OptionNeededError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
-    return read_yml(paths), str(paths[0] if len(paths) == 1 else place)
-
-
-def _saved(tag: Path, described: Callable[[Mapping[str, Any], str], ModelSpec]) -> ModelSpec | None:
-    """The model of the yml saved with the weights; None if none can be read, for which the user names one."""
-    try:
-        return described(*config_of(tag, None))
-    except (SourceError, OptionNeededError, UnsupportedError):
-        return None
 
 
 def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> int:

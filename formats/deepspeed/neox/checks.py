@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Settings
+from formats.deepspeed.neox.run_keys import require_known
+from formats.deepspeed.neox.yml_file import config_of
 from formats.disk.safetensors import read_bytes
-from formats.errors import SourceError, short, some
+from formats.errors import OptionNeededError, SourceError, short, some
 from formats.model.checks import require_same_settings
 from formats.model.spec import ModelSpec
 from formats.torch_files.archive import TorchFile
@@ -139,11 +141,35 @@ def require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, wh
     require_same_settings(spec, base, f"{where} and its config.json", "yml | config", decided)
 
 
-def require_same_yml(spec: ModelSpec, saved: ModelSpec, settings: Settings, where: str) -> None:
-    """Refuse a yml of the user that describes another model than the yml saved with the weights.
+def require_same_yml(
+    spec: ModelSpec, described: Callable[[Mapping[str, Any], str], ModelSpec], tag: Path, settings: Settings, where: str
+) -> tuple[list[str], Collection[str]]:
+    """Refuse a yml of the user that describes another model than the yml saved with the weights, if there is one.
+
+    Args:
+        spec: the model of the user's yml.
+        described: makes the model of a yml, and of what to call the yml in an error.
+        tag: the folder of the weights.
+        settings: the user's settings, which hold of both.
+        where: what to call the user's yml in an error.
+
+    Returns:
+        Notes for the user, on keys of the saved yml that were accepted, or why it cannot be read; and its keys.
 
     Raises:
+        SourceError: a setting of the saved yml is missing or no value.
+        UnsupportedError: the saved yml describes a model that is not supported.
         RefusedError: the two contradict each other.
     """
+    try:
+        config, name = config_of(tag, None)
+    except OptionNeededError:  # there is none
+        return [], ()
+    except SourceError as error:
+        return [f"{where} was not compared with the yml saved with the weights: {error}"], ()
+    name += " (saved with the weights)"
+    notes = require_known(config, name, settings.accept)
+    saved = described(config, name)
     both = f"{where} and the yml saved with the weights"
     require_same_settings(spec, saved, both, "--config | saved", {*settings.values})
+    return notes, config.keys()

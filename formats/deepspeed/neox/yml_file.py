@@ -1,4 +1,4 @@
-"""Read and write the yml files of GPT-NeoX."""
+"""Find, read and write the yml files of GPT-NeoX."""
 
 from __future__ import annotations
 
@@ -7,11 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from formats.disk.safetensors import file_size
-from formats.errors import SourceError, short
+from formats.errors import OptionNeededError, SourceError, short
 
+YAML, CONFS = (".yml", ".yaml"), (".yml", ".yaml", ".json")
+"""Suffixes of files with settings: in a folder that the user names, and in that in which NeoX saves the files that it
+was started with (megatron/neox_arguments/arguments.py `from_ymls`; JSON is YAML)."""
 MOST_YAML = 1 << 20
 MERGE = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`, which a map may have several times."""
+
+
+def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
+    """The merged yml, and its name for errors: the user's file or folder, else the yml saved with the weights.
+
+    Raises:
+        SourceError: the user's file or folder does not exist.
+        OptionNeededError: there is no yml.
+    """
+    place = tag / "configs"
+    if given is not None and not (given / "config.json").is_file():
+        place = given
+        if not place.exists():
+            raise SourceError(f"{place} is not there", "--config names the yml of the run, or a folder with it")
+    suffixes = YAML if place == given else CONFS
+    paths = [place] if place.is_file() else sorted(path for path in place.glob("*") if path.suffix in suffixes)
+    if not paths:
+        raise OptionNeededError(f"{place} holds no yml with the settings of the model", "add --config RUN.yml")
+    return read_yml(paths), str(paths[0] if len(paths) == 1 else place)
 
 
 def read_yml(paths: Iterable[Path]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import click
 
 from converters.commands.options import (
     FOLDER,
+    accept,
     as_json,
     chat_template,
     deepspeed_reading,
@@ -120,6 +121,7 @@ def hf2neox(src: Path, out: Path, **options: Any) -> None:
 @click.argument("out", type=FOLDER)
 @tag
 @click.option("--config", type=FOLDER, metavar="YML", help="The run's yml, where RUN has none in configs/.")
+@accept
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace the checkpoint in OUT.")
 @effort
@@ -139,7 +141,8 @@ def average_norms(run: Path, out: Path, dry_run: bool, as_json: bool, **options:
 
     limits = Limits(options["threads"], options["memory"])
     request = Request(out, force=options["force"])
-    work = average_norms.plan(run, Settings(config=options["config"], tag=options["tag"]), request)
+    settings = Settings(config=options["config"], tag=options["tag"], accept=options["accept"])
+    work = average_norms.plan(run, settings, request)
     written = sum(path.stat().st_size for path in work.written)
     facts = {"out": str(out), "written": len(work.written), "bytes": written, "linked": len(work.linked)}
     if dry_run:

@@ -123,6 +123,11 @@ own_family = click.option(
     "--family", type=FOLDER, metavar="FILE", callback=_learn,
     help="A family of your own, in TOML: the table and the settings of a model that `convert formats` does not list.",
 )  # fmt: skip
+accept = click.option(
+    "--accept", multiple=True, metavar="NAME",
+    help="Convert despite a deviation, as the error message names it: an argument of the run, or "
+         f"{', '.join(accepted.KNOWN)}.",
+)  # fmt: skip
 
 
 def reading_of(*formats: Format) -> Callable[[Command], Command]:
@@ -148,9 +153,7 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
         click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
                      help="Set what the checkpoint lacks or states wrongly, such as rope_theta=500000 (JSON, or "
                           "none)."),
-        click.option("--accept", multiple=True, metavar="NAME",
-                     help="Convert despite a deviation, as the error message names it: an argument of the run, or "
-                          f"{', '.join(accepted.KNOWN)}."),
+        accept,
         click.option("--drop", multiple=True, type=click.Choice(["mtp"]), hidden=hidden["drop"],
                      help="Leave out a part of the model: mtp, the layers of multi-token prediction."),
         click.option("--only", type=click.Choice(["text"]), hidden=hidden["only"],

@@ -22,12 +22,12 @@ from formats.checkpoint import Checkpoint
 from formats.deepspeed.folders import LATEST
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, count, some
-from formats.huggingface.nanotron import checkpoint as nanotron
+from formats.huggingface import nanotron
 from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
 from formats.registry import NUMBER, format_of, is_known, steps
 
-TRACKERS = (TRACKER, LATEST, nanotron.LATEST)
+TRACKERS = (TRACKER, LATEST, nanotron.TRACKER)
 """Files in which a run names its latest save. Not `latest_universal`, whose checkpoint may be of an earlier one."""
 TOLERANCE = 1e-6
 """How far the sum of the weights may be from 1, since weights are given with a few digits."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from formats.deepspeed import folders as deepspeed
 from formats.errors import RefusedError
+from formats.huggingface import nanotron
 from formats.megatron import folders as megatron
 
 ONE_MODEL = "trainer_state.json"
@@ -23,7 +24,7 @@ SHARDS = (
     "mp_rank_*/*.pt",
 )
 """Patterns of the files that distributed checkpoints of torch and of Megatron have directly in a folder."""
-TRACKERS = (*deepspeed.TRACKERS, megatron.TRACKER)
+TRACKERS = (*deepspeed.TRACKERS, megatron.TRACKER, nanotron.TRACKER)
 """Files of a run that name the checkpoint to read."""
 LONGEST = 200
 """Maximum number of bytes of a file name, with room for a prefix."""

@@ -395,6 +395,8 @@ def test_a_key_of_the_saved_yml_that_is_accepted(neox, convert, tmp_path):
     changed(tag, my_key=1)
     ran = convert("neox2hf", run, tmp_path / "out", *flags)
     assert (ran.code, ran.err.count("unknown keys are taken for settings of the run: my_key\n")) == (0, 1), ran.err
+    refused(convert("average-norms", run, tmp_path / "norms"), 4, "my_key")
+    assert convert("average-norms", run, tmp_path / "norms", "--accept", "my_key").code == 0
     changed(tag, rotary_emb_base=777)
     assert convert("neox2hf", run, tmp_path / "more", *flags).code == 5
 

@@ -88,3 +88,15 @@ def test_shards_of_any_format_beside_a_model(model, convert, tmp_path, name, oth
     assert convert("hf2hf", folder, tmp_path / "out", "-n").code == 0  # the command says which
     (folder / "trainer_state.json").write_text("{}")  # the Trainer of transformers saves one model twice
     assert convert("inspect", folder).code == 0
+
+
+def test_a_model_in_a_run_of_nanotron(model, convert, tmp_path):
+    assert convert("hf2nanotron", model("llama"), tmp_path / "run/10").code == 0
+    (tmp_path / "run/latest.txt").write_text("10")
+    assert convert("inspect", tmp_path / "run").code == 0
+    shutil.copytree(model("llama"), tmp_path / "run", dirs_exist_ok=True)
+    ran = convert("inspect", tmp_path / "run")
+    assert (ran.code, "model.safetensors of Hugging Face, and 10, which its run names as the latest" in ran.err) == (
+        5,
+        True,
+    )

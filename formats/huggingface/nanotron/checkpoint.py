@@ -25,7 +25,7 @@ from formats.errors import SourceError, UnsupportedError, count, short
 from formats.families.family import Family
 from formats.huggingface import NANOTRON
 from formats.huggingface import folder as huggingface
-from formats.huggingface.nanotron import codecs, model_config, shards, special_tokens
+from formats.huggingface.nanotron import TRACKER, codecs, model_config, shards, special_tokens
 from formats.huggingface.nanotron.tables import TABLES, slots_of
 from formats.layout.pieces import match_pieces
 from formats.layout.slots import Slot
@@ -35,7 +35,6 @@ from formats.model.padding import require_rows, unit_of
 
 NAME = NANOTRON.name
 METADATA = "checkpoint_metadata.json"
-LATEST = "latest.txt"
 STEP, SAMPLES = LAST_STEP, "consumed_train_samples"
 """The keys in `metas` of the step and of the number of samples so far."""
 RUN_CONFIG = "config.yaml"
@@ -70,7 +69,7 @@ def detect(path: Path) -> bool:
 
 def locate(path: Path) -> Path:
     """Return the folder of the checkpoint: of a run, the folder of its last step."""
-    latest = path / LATEST
+    latest = path / TRACKER
     if (path / model_config.NAME).is_file() or not latest.is_file():
         return path
     step = latest.read_text(errors="replace").strip()

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from formats.deepspeed.optimizer_config import optimizer_in
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Piece
@@ -51,25 +52,13 @@ def as_torch(group: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return {**rest, **TORCH}
 
 
-def optimizer_config(model: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return type (in lower case) and `params` of the optimizer in the `ds_config` of a model file; empty without one.
-
-    A training that makes its optimizer itself does not heed them, except for GPT-NeoX.
-    """
-    config = model.get("ds_config")
-    optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
-    about = optimizer if isinstance(optimizer, Mapping) else {}
-    params = about.get("params")
-    return str(about.get("type", "")).lower(), params if isinstance(params, Mapping) else {}
-
-
 def require_whole_matrices(model: Mapping[str, Any], where: str) -> None:
     """Refuse a training whose Muon orthogonalizes matrices head by head.
 
     Raises:
         UnsupportedError: the configuration of the training sets `per_head_muon`.
     """
-    if optimizer_config(model)[1].get("per_head_muon"):
+    if optimizer_in(model.get("ds_config"))[1].get("per_head_muon"):
         raise UnsupportedError(
             f"{where} was trained with per_head_muon, which no other Muon has",
             "convert the weights without the optimizer",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint
-from formats.deepspeed import model_files, muon, universal, zero
+from formats.deepspeed import model_files, muon, optimizer_config, universal, zero
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
@@ -35,6 +35,7 @@ from formats.optimizer import (
     Group,
     Optimizer,
     group_of,
+    kind_of,
     required_states,
     states_by,
 )
@@ -74,12 +75,14 @@ def read(source: Checkpoint) -> Optimizer:
     else:
         training = zero.trained(source.home, settings.accept)
         states, model, partitions = zero.states_of(source, training), training.model, training.partitions
-    coupled = COUPLED not in settings.accept and _is_coupled(model)
+    configs = {"ds_config": model.get("ds_config"), "yml": source.run_config}
+    if COUPLED in settings.accept:
+        configs = {}
     if partitions:
-        step, owners = step_of(partitions, model), _owners(partitions, coupled=coupled)
+        step, owners = step_of(partitions, model), _owners(partitions, configs)
     else:
         shapes = model_files.shapes_in(model, source.home)
-        step, owners = _universal(source.home, shapes, model.get("module") or (), coupled=coupled)
+        step, owners = _universal(source.home, shapes, model.get("module") or (), configs)
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
         states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
@@ -144,19 +147,10 @@ def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
     return steps.pop() if steps else 0.0
 
 
-def _is_coupled(model: Mapping[str, Any]) -> bool:
-    """Whether the configuration of the training asks for an Adam with its weight decay in the gradients.
-
-    The type AdamW has none (deepspeed 0.19.8 runtime/engine.py `_configure_basic_optimizer`).
-    """
-    kind, params = muon.optimizer_config(model)
-    return kind != "adamw" and params.get(COUPLED) in (False, 0)
-
-
-def _owners(partitions: Iterable[Partition], *, coupled: bool) -> Owners:
+def _owners(partitions: Iterable[Partition], configs: Mapping[str, Any]) -> Owners:
     owners = {}
     for partition in partitions:
-        groups = _by_number(partition.path, partition.settings, partition.kept, coupled=coupled)
+        groups = _by_number(partition.path, partition.settings, partition.kept, configs)
         try:
             owners[partition.path] = sorted(
                 (flat.fragment.offset, groups[number])
@@ -172,12 +166,12 @@ def _owners(partitions: Iterable[Partition], *, coupled: bool) -> Owners:
 
 
 def _universal(
-    tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collection[str], *, coupled: bool
+    tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collection[str], configs: Mapping[str, Any]
 ) -> tuple[float, Owners]:
     """Return the step of a universal checkpoint and the settings of its parameters.
 
-    `shapes` maps the parameters of each flat group to their shapes, `module` has the names in the module, `coupled` is
-    that of `_by_number`.
+    `shapes` maps the parameters of each flat group to their shapes, `module` has the names in the module, `configs`
+    are those of `_by_number`.
 
     Raises:
         SourceError: model file and checkpoint have different parameters, or a group or a step is missing.
@@ -197,7 +191,7 @@ def _universal(
     for number, group in enumerate(shapes):
         for name in group:
             folder = tag / "zero" / name
-            groups = _by_number(folder, settings, (path.stem for path in folder.iterdir()), coupled=coupled)
+            groups = _by_number(folder, settings, (path.stem for path in folder.iterdir()), configs)
             if number not in groups:
                 raise SourceError(f"{tag}: no group of its optimizer holds the parameters of group {number}")
             owners[folder / "exp_avg.pt"] = [(0, groups[number])]
@@ -205,11 +199,11 @@ def _universal(
 
 
 def _by_number(
-    path: Path, settings: Sequence[Mapping[str, Any]], state_names: Iterable[str], *, coupled: bool
+    path: Path, settings: Sequence[Mapping[str, Any]], state_names: Iterable[str], configs: Mapping[str, Any]
 ) -> dict[int, AnyGroup]:
     """Return the settings of each flat group, by its number.
 
-    `coupled` tells whether the weight decay of an Adam whose groups do not say it is in the gradients.
+    `configs` has the configurations of the training that may deny that an Adam is an AdamW, by name.
 
     Raises:
         SourceError: a parameter group is in an unknown form.
@@ -217,18 +211,15 @@ def _by_number(
     """
     zero_partitions.require_known(path, state_names)
     by_number: dict[int, AnyGroup] = {}
+    kinds = {kind_of(group) for group in settings}
     for group in settings:
         members = group.get("params")
         if not isinstance(members, list) or not all(type(member) is int for member in members):
             raise SourceError(f"{path} holds a parameter group in an unknown form")
         of_group = group_of(group, str(path))
-        unsaid = isinstance(of_group, Group) and group.keys().isdisjoint(DECOUPLED)
-        if coupled and unsaid and of_group.weight_decay:
-            raise UnsupportedError(
-                f"{path}: its ds_config says {COUPLED} = False, by which a weight decay of {of_group.weight_decay:g} "
-                "is in the gradients, and not AdamW's",
-                f"--accept {COUPLED} for a training that made an AdamW itself, which does not heed the ds_config",
-            )
+        if isinstance(of_group, Group) and group.keys().isdisjoint(DECOUPLED):
+            for name, config in configs.items():
+                optimizer_config.require_adamw(name, config, of_group.weight_decay, kinds, path)
         by_number |= dict.fromkeys(members, of_group)
     return by_number
 

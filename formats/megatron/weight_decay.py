@@ -6,6 +6,7 @@ that make exceptions are args of Megatron-LM, or are in the file of Megatron-Bri
     --embedding-init-method-std X         0.14 and 0.15 alone: embeddings do not decay
     --no-weight-decay-cond-type NAME      0.15 (`apply_wd_to_qk_layernorm`, or `qwen3_next`): query and key norms do
     --apply-wd-to-qk-layernorm            since 0.16: likewise
+    decoupled_weight_decay                no option, but stock takes each field of OptimizerConfig that args have
     run_config.yaml, `scheduler`          no_weight_decay_cond_type, of Megatron-Bridge
     run_config.yaml, `optimizer`          apply_wd_to_qk_layernorm, decoupled_weight_decay: megatron-core's fields
     context/model.yaml, `optim`           no_weight_decay_cond, a function of NeMo 2; megatron-core's fields in `config`
@@ -56,8 +57,9 @@ def require_by_shape(source: Checkpoint) -> None:
 
 def implied_settings(source: Checkpoint) -> Mapping[str, Any]:
     """Settings that hold for all parameter groups, and that no group has: whether weight decay is AdamW's."""
-    options = _saved_options(source) or {}
-    return {DECOUPLED: options[DECOUPLED]} if DECOUPLED in options else {}
+    of_run = source.details_of(Megatron).args, _saved_options(source) or {}
+    said = [options[DECOUPLED] for options in of_run if DECOUPLED in options]
+    return {DECOUPLED: all(said)} if said else {}
 
 
 def _saved_options(source: Checkpoint) -> Mapping[str, Any] | None:

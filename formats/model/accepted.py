@@ -22,7 +22,7 @@ LINEAR, LLAMA3, YARN, LATENT = "rotary_seq_len_interpolation_factor", "rope_scal
 FIRST, SECOND, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"
 KNOWN: Mapping[str, str] = {
     STEPS: "DeepSpeed: an optimizer that has made other steps than the model file counts",
-    COUPLED: "DeepSpeed: an adam_w_mode of false in the settings of an optimizer that the training made itself",
+    COUPLED: "DeepSpeed: a configuration whose optimizer is no AdamW, of a training that made an AdamW itself",
     LAST_STEP: "nanotron: an optimizer that has made other steps than its metadata counts",
     NORMS: "norms of linear attention that are rounded when 1 is subtracted",
     EXPERT_BIAS: "torchtitan: a bias of routers that transformers has no place for, which is left out",

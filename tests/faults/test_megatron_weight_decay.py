@@ -75,10 +75,20 @@ def test_args_of_megatron_lm(run, convert, tmp_path, args, named):
     assert (code, f"was trained with {named}" in err) == ((4, True) if named else (0, False)), err
 
 
+@pytest.mark.parametrize(("decoupled", "code"), [(False, 4), (None, 4), (True, 0)])
+def test_weight_decay_in_the_gradients_by_args(run, convert, tmp_path, decoupled, code):
+    """Stock takes each field of `OptimizerConfig` that args have, though it has no option for this one."""
+    spoiled = shutil.copytree(run[0], tmp_path / "run")
+    with_args(spoiled, decoupled_weight_decay=decoupled)
+    ended, err = converted(convert, spoiled, tmp_path)
+    assert (ended, "a weight decay of 0.1 is in the gradients" in err) == (code, code == 4), err
+
+
 BRIDGE: list[tuple[dict[str, Any], str | None]] = [
     ({"scheduler": {"no_weight_decay_cond_type": "qwen3_next"}}, "no_weight_decay_cond_type = 'qwen3_next'"),
     ({"optimizer": {"apply_wd_to_qk_layernorm": True}}, "apply_wd_to_qk_layernorm = True"),
     ({"optimizer": {"decoupled_weight_decay": False}}, "a weight decay of 0.1 is in the gradients"),
+    ({"optimizer": {"decoupled_weight_decay": None}}, "a weight decay of 0.1 is in the gradients"),
     ({"scheduler": None, "optimizer": {"apply_wd_to_qk_layernorm": False, "decoupled_weight_decay": True}}, None),
 ]
 NEMO: list[tuple[dict[str, Any], str | None]] = [

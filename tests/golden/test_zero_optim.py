@@ -268,34 +268,95 @@ def with_config(run: Path, kind: str, *, said: bool = False, **params: object) -
         torch.save(stored, path)
 
 
-IN_GRADIENTS = r"adam_w_mode = False, by which a weight decay of 0\.1 is in the gradients"
+CONFIGURED: list[tuple[str, dict[str, object], bool, str | None]] = [
+    ("Adam", {"adam_w_mode": False}, False, "adam_w_mode = False"),
+    ("Adam", {"adam_w_mode": None}, False, "adam_w_mode = None"),
+    ("Adam", {"adam_w_mode": False}, True, None),
+    ("Adam", {"adam_w_mode": True}, False, None),
+    ("Adam", {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8}, False, None),
+    ("AdamW", {"adam_w_mode": False}, False, None),
+    ("CPU_Adam", {"adamw_mode": False}, False, "adamw_mode = False"),
+    ("CPU_Adam", {}, False, None),
+    ("FusedAdam", {}, False, None),
+    ("MuAdam", {}, False, "type = MuAdam"),
+    ("MuAdam", {}, True, None),
+    ("MuAdamW", {}, False, None),
+]
+"""Type and `params` of the optimizer in a configuration, whether the groups say whose weight decay theirs is, and what
+puts it into the gradients."""
+OTHERS = ("Lamb", "OneBitAdam", "ZeroOneAdam", "Lion", "Muon", "Adagrad", "sgd", "sm3", "madgrad_wd", "MuSGD")
+
+
+def in_gradients(said: str) -> str:
+    return rf"says {said}, by which a weight decay of 0\.1 is in the gradients"
 
 
 @pytest.mark.parametrize("universal", [False, True])
 def test_weight_decay_that_the_configuration_puts_into_the_gradients(made, convert, tmp_path, universal):
-    """`adam_w_mode` of DeepSpeed's own Adam, which no group of it has; torch's groups say it themselves."""
+    """What DeepSpeed's own Adams take, which no group of theirs has; torch's groups say it themselves."""
     import shutil
 
-    for kind, params, said in (
-        ("Adam", {"adam_w_mode": False}, False),
-        ("Adam", {"adam_w_mode": False}, True),
-        ("AdamW", {"adam_w_mode": False}, False),
-        ("Adam", {"adam_w_mode": True}, False),
-        ("Adam", {}, False),
-    ):
-        run = tmp_path / f"{kind}{params}{said}"
+    for number, (kind, params, said, refusal) in enumerate(CONFIGURED):
+        run = tmp_path / str(number)
         shutil.copytree(made(ALONE) / "zero1", run)
         with_config(run, kind, said=said, **params)
         if universal:
             assert convert("zero2universal", run, run / "universal").code == 0
             run /= "universal"
         options = {"config": made(ALONE) / "hf"}
-        if (kind, params, said) == ("Adam", {"adam_w_mode": False}, False):
-            with pytest.raises(UnsupportedError, match=IN_GRADIENTS) as refusal:
+        if refusal:
+            with pytest.raises(UnsupportedError, match=f"its ds_config {in_gradients(refusal)}") as refused_by_name:
                 optimizer(run, **options)
-            assert "--accept adam_w_mode" in str(refusal.value.hint)
+            assert "--accept adam_w_mode" in str(refused_by_name.value.hint)
             options["accept"] = ("adam_w_mode",)
         assert {*optimizer(run, **options).groups.values()} == {DECAY, NONE}
+
+
+def test_another_optimizer_in_the_configuration_than_in_the_groups(made, tmp_path):
+    import shutil
+
+    run = Path(shutil.copytree(made(ALONE) / "zero1", tmp_path / "run"))
+    for kind in OTHERS:
+        shutil.copytree(made(ALONE) / "zero1", run, dirs_exist_ok=True)
+        with_config(run, kind)
+        with pytest.raises(UnsupportedError, match=f"its ds_config says that its optimizer is '{kind}'"):
+            optimizer(run, config=made(ALONE) / "hf")
+        with_config(run, kind, said=True)
+        accepted = optimizer(run, config=made(ALONE) / "hf", accept=("adam_w_mode",))
+        assert {*accepted.groups.values()} == {DECAY, NONE}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_optimizer_in_the_yml_of_gpt_neox(tmp_path, kept):
+    """GPT-NeoX makes its optimizer of it, and DeeperSpeed of old saved no `ds_config`."""
+    import shutil
+
+    import torch
+    import yaml
+
+    run = Path(shutil.copytree(NEOX / "llama-gqa-tp2", tmp_path / "run"))
+    with_config(run, "Adam")
+    for path in () if kept else run.rglob("*_states.pt"):
+        stored = torch.load(path, weights_only=False)
+        del stored["ds_config"]
+        torch.save(stored, path)
+    (yml,) = run.rglob("*.yml")
+    settings = yaml.safe_load(yml.read_text())
+    options = {"gqa_layout": "blocked", "vocab_size": 101}
+    for kind, params, says in (
+        ("Adam", {}, None),
+        ("CPU_Adam", {}, None),
+        ("Adam", {"adam_w_mode": False}, in_gradients("adam_w_mode = False")),
+        ("CPU_Adam", {"adamw_mode": False}, in_gradients("adamw_mode = False")),
+        ("sm3", {}, "says that its optimizer is 'sm3'"),
+    ):
+        settings["optimizer"] = {"type": kind, "params": {"lr": 0.02, **params}}
+        yml.write_text(yaml.safe_dump(settings))
+        if says:
+            with pytest.raises(UnsupportedError, match=f"its yml {says}"):
+                optimizer(run, **options)
+        else:
+            assert {group.weight_decay for group in optimizer(run, **options).groups.values()} == {0.1, 0.0}
 
 
 def test_weight_decay_in_the_gradients_of_gpt_neox(tmp_path):
@@ -303,7 +364,7 @@ def test_weight_decay_in_the_gradients_of_gpt_neox(tmp_path):
 
     run = Path(shutil.copytree(NEOX / "llama-gqa-tp2", tmp_path / "run"))
     with_config(run, "Adam", adam_w_mode=False)
-    with pytest.raises(UnsupportedError, match=IN_GRADIENTS):
+    with pytest.raises(UnsupportedError, match=f"its ds_config {in_gradients('adam_w_mode = False')}"):
         optimizer(run, gqa_layout="blocked", vocab_size=101)
 
 

@@ -35,7 +35,7 @@ from formats.huggingface.config import dropouts, to_huggingface
 from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
 from formats.huggingface.lora_config import CONFIG as ADAPTER
 from formats.huggingface.nulls import tokens_beyond
-from formats.huggingface.quantized import stale_keys
+from formats.huggingface.quantized import method_of, without_quantization
 from formats.model.spec import ModelSpec, Spec, Verbatim
 
 OWN = ("*.safetensors", INDEX, "vitruvian.json")
@@ -80,12 +80,37 @@ def carried_assets(source: Checkpoint) -> dict[str, Path]:
     """The assets that are carried with the weights of a model, by relative name; no processor with --only text.
 
     Settings of an adapter are not among them: transformers would look for the adapter in the output. Neither are those
-    of a quantization where the weights are not quantized: servers would take them for quantized ones.
+    of a quantization of other weights: servers would take these for quantized ones.
     """
     by_name = {} if source.assets is None else dict(files(source.assets))
-    of_others = {ADAPTER, *(QUANTIZATION if set(source.dtypes().values()) <= set(FLOATS) else ())}
+    of_others = {ADAPTER, *(QUANTIZATION if _is_of_other_weights(source) else ())}
     by_name = {name: path for name, path in by_name.items() if name not in of_others}
     return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
+
+
+def _is_of_other_weights(source: Checkpoint) -> bool:
+    """Whether a quantization that config.json and the files beside it describe is not that of a checkpoint's weights.
+
+    So it is where all tensors are floats, but for a Hugging Face folder that is carried as it is: a quantization of the
+    KV cache is described in the same place.
+    """
+    origin = source.original or source
+    carried = origin.format == NAME and not (isinstance(origin.spec, ModelSpec) and method_of(origin.config or {}))
+    return not carried and set(origin.dtypes().values()) <= set(FLOATS)
+
+
+def quantization_notes(source: Checkpoint) -> Iterator[str]:
+    """A note on the keys and files for a quantization that are not carried, since the weights are not quantized.
+
+    The key of a Hugging Face folder whose weights are dequantized is not named: a note says that they are.
+    """
+    names = [f"{key} (config.json)" for key in without_quantization(source.config or {})[1] if source.format != NAME]
+    names += [name for name in QUANTIZATION if source.assets and (source.assets / name).is_file()]
+    if names and _is_of_other_weights(source):
+        yield (
+            f"{some(names, 4)} of {source.assets} {'is' if len(names) == 1 else 'are'} not carried: the weights that "
+            "are written are not quantized"
+        )
 
 
 def not_carried(folder: Path) -> dict[str, list[str]]:
@@ -137,8 +162,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     config = mtp.with_layer_count(to_huggingface(spec, base), spec, source.dropped)
     if isinstance(spec, Verbatim) and "tied" in source.settings.values:
         config["tie_word_embeddings"] = spec.tied  # which a class may assume otherwise where nothing is said
-    stale = stale_keys(config, counted) if source.format != NAME or isinstance(spec, ModelSpec) else []
-    config = {key: value for key, value in config.items() if key not in stale}
+    config, stale = without_quantization(config) if _is_of_other_weights(source) else (config, [])
     named = "dtype" if "dtype" in config else "torch_dtype"
     dtypes = {config[key] for key in DTYPE if isinstance(config.get(key), str)}
     if dtype is None and (((source.format != NAME or stale) and named in config) or len(dtypes) > 1):

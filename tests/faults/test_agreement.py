@@ -280,8 +280,12 @@ def test_matrices_of_several_tensors(convert, tmp_path, elements, lost):
     keys += [f"{layer}{norm}_layernorm.weight" for layer in layers for norm in ("input", "post_attention")]
     keys += ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
     shapes = {"embed_tokens": (32, 16), "lm_head": (32, 16), "norm.weight": (16,), "g_idx": (32,)}
+    packed = ("qweight", "qzeros", "g_idx", *([] if "qweight" in elements else ["_proj.weight"]))
     tensors = {
-        key: np.ones(next((shape for part, shape in shapes.items() if part in key), (16, 4)), np.float32)
+        key: np.ones(
+            next((shape for part, shape in shapes.items() if part in key), (16, 4)),
+            np.int32 if key.endswith(packed) else np.float32,
+        )
         for key in keys
         if lost is None or (f"{lost.split()[0]}." not in key and ("post" not in lost or "1.post_" not in key))
     }

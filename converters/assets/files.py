@@ -32,7 +32,7 @@ from formats.families import FAMILIES, family_named
 from formats.families.family import FAMILY_FILE
 from formats.huggingface import mtp
 from formats.huggingface.config import dropouts, to_huggingface
-from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
+from formats.huggingface.folder import CONFIG, INDEX, NAME, SINGLE, read_weight_map
 from formats.huggingface.lora_config import CONFIG as ADAPTER
 from formats.huggingface.nulls import tokens_beyond
 from formats.huggingface.quantized import method_of, without_quantization
@@ -174,9 +174,33 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     return require_inside(source.assets / "config.json", source.assets).read_bytes()
 
 
+def near_folders(source: Checkpoint) -> dict[Path, Path]:
+    """The folders in which small files of a checkpoint's own may be beside its weights, by their real paths."""
+    homes = [source.home, source.root]
+    if not (source.home / CONFIG).is_file() and (source.home.parent / CONFIG).is_file():
+        homes.append(source.home.parent)  # readers look there too
+    return {place.resolve(): place for home in homes for place in (home / ASSETS, home)}
+
+
 def dropouts_of(source: Checkpoint) -> dict[str, float]:
-    """The dropout probabilities that a checkpoint's yml or config records, under the names of Megatron's arguments."""
-    return dropouts(source.run_config or source.config or {})
+    """The dropout probabilities of a training, under the names of Megatron's arguments.
+
+    They are those of its yml; without one those of the config.json beside the weights, and then of the one that is
+    carried.
+    """
+    if source.run_config:
+        return dropouts(source.run_config)
+    own = (dropouts(_config_in(place)) for place in near_folders(source).values()) if source.settings.config else ()
+    return dropouts(source.config or {}) | next(filter(None, own), {})
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    """The config.json of a model in a folder; empty where there is none that can be read."""
+    try:
+        config = read_json(folder / CONFIG)
+    except SourceError:
+        return {}
+    return config if isinstance(config.get("model_type"), str) else {}
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

@@ -96,21 +96,29 @@ def _is_of_other_weights(source: Checkpoint) -> bool:
     """
     origin = source.original or source
     carried = origin.format == NAME and not (isinstance(origin.spec, ModelSpec) and method_of(origin.config or {}))
-    return not carried and set(origin.dtypes().values()) <= set(FLOATS)
+    return not carried and has_floats_alone(origin)
+
+
+def has_floats_alone(source: Checkpoint) -> bool:
+    """Whether no tensor of a checkpoint has a type of quantized weights."""
+    return set(source.dtypes().values()) <= set(FLOATS)
 
 
 def quantization_notes(source: Checkpoint) -> Iterator[str]:
-    """A note on the keys and files for a quantization that are not carried, since the weights are not quantized.
+    """A note on what describes a quantization of weights, which are not quantized: carried or not.
 
     The key of a Hugging Face folder whose weights are dequantized is not named: a note says that they are.
     """
-    names = [f"{key} (config.json)" for key in without_quantization(source.config or {})[1] if source.format != NAME]
+    keys = without_quantization(source.config or {})[1]
+    names = [f"{key} (config.json)" for key in keys if source.format != NAME]
     names += [name for name in QUANTIZATION if source.assets and (source.assets / name).is_file()]
     if names and _is_of_other_weights(source):
         yield (
             f"{some(names, 4)} of {source.assets} {'is' if len(names) == 1 else 'are'} not carried: the weights that "
             "are written are not quantized"
         )
+    elif keys and isinstance(source.spec, Verbatim) and has_floats_alone(source):
+        yield f"{some(keys, 4)} in the config.json of {source.assets} stays, and no weight is quantized"
 
 
 def not_carried(folder: Path) -> dict[str, list[str]]:

@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from converters.assets.files import has_floats_alone
 from converters.common.manifest import check_manifest, read_manifest
 from formats.checkpoint import Checkpoint
-from formats.disk.safetensors import FLOATS
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import find_family
 from formats.huggingface.config import config_differences, from_huggingface, unknown_keys
@@ -73,7 +73,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
         return []
     check_manifest(source)  # where there is a manifest, its error message is the better one
     parsed = json.loads(config)
-    floats = set(source.dtypes().values()) <= set(FLOATS)
+    floats = has_floats_alone(source)
     described = without_quantization(parsed)[0] if floats else parsed
     quantized = described.get("quantization_config")  # by which transformers does not tell its tensors
     if quantized:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from formats.disk.json_file import read_json
 from formats.errors import UnsupportedError, short
 from formats.huggingface import language_model
 from formats.huggingface.config import OF_NO_MODEL, config_differences, from_huggingface
+from formats.huggingface.rope import PARAMETERS
 from formats.model.checks import require_no_contradictions
 from formats.model.settings import TYPES
 from formats.model.spec import ModelSpec, Spec, computing_differences
@@ -80,7 +81,7 @@ def _key_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], setting
     one, other = settings.as_read(ours), settings.as_read(theirs)
     if one is None or other is None:
         return written
-    return config_differences(*_shared(_comparable(one), _comparable(other)))
+    return config_differences(*_shared(_comparable(one), _comparable(other), whole=(PARAMETERS,)))
 
 
 def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, settings: Settings) -> list[str] | None:
@@ -109,12 +110,19 @@ def _comparable(config: Mapping[str, Any], *, nulls: bool = True) -> dict[str, A
         name: _comparable(value, nulls=nulls) if isinstance(value, dict) else value
         for name, value in config.items()
         if not (name in IDLE or name.startswith("_") or name.endswith("_token_id"))
+        and not (name == "type" and "rope_type" in config)  # its name in transformers 4
         and (value is not None or (nulls and name not in DERIVED))
     }
 
 
-def _shared(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two configs, and those nested in them, with the keys that both have."""
+def _shared(
+    one: Mapping[str, Any], other: Mapping[str, Any], *, whole: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two configs, and those nested in them, with the keys that both have; what is in `whole` keeps all of its own."""
     both = {name: (one[name], other[name]) for name in one if name in other}
-    both |= {name: _shared(*pair) for name, pair in both.items() if all(isinstance(value, dict) for value in pair)}
+    both |= {
+        name: _shared(*pair, whole=whole)
+        for name, pair in both.items()
+        if name not in whole and all(isinstance(value, dict) for value in pair)
+    }
     return {name: ours for name, (ours, _) in both.items()}, {name: theirs for name, (_, theirs) in both.items()}

@@ -613,6 +613,17 @@ def test_what_transformers_5_makes_of_a_config_is_the_same(tmp_path, old):
     assert own_config._key_differences(other, new, Settings(as_read=as_read)) == []
 
 
+def test_a_rotary_setting_that_one_of_two_configs_lacks():
+    """No class fills in a default of the settings of a rotary embedding; `type` is `rope_type` in transformers 4."""
+    yarn = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}
+    base = {"model_type": "mine", "rope_parameters": {**yarn, "type": "yarn", "attention_factor": 2.0}}
+    run = {"model_type": "mine", "rope_parameters": yarn}
+    assert own_config._key_differences(run, base, Settings(as_read=dict)) == [
+        "rope_parameters.attention_factor: None | 2.0"
+    ]
+    assert own_config._key_differences(run, base, Settings()) == []
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_another_value_in_one_of_two_configs(convert, monkeypatch, spelled, told):
     """Without transformers another spelling is another value; no setting decides a key of a model without a table."""

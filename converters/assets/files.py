@@ -32,10 +32,10 @@ from formats.families import FAMILIES, family_named
 from formats.families.family import FAMILY_FILE
 from formats.huggingface import mtp
 from formats.huggingface.config import dropouts, to_huggingface
-from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
+from formats.huggingface.folder import CONFIG, INDEX, NAME, SINGLE, read_weight_map
 from formats.huggingface.lora_config import CONFIG as ADAPTER
 from formats.huggingface.nulls import tokens_beyond
-from formats.huggingface.quantized import stale_keys
+from formats.huggingface.quantized import method_of, without_quantization
 from formats.model.spec import ModelSpec, Spec, Verbatim
 
 OWN = ("*.safetensors", INDEX, "vitruvian.json")
@@ -80,12 +80,45 @@ def carried_assets(source: Checkpoint) -> dict[str, Path]:
     """The assets that are carried with the weights of a model, by relative name; no processor with --only text.
 
     Settings of an adapter are not among them: transformers would look for the adapter in the output. Neither are those
-    of a quantization where the weights are not quantized: servers would take them for quantized ones.
+    of a quantization of other weights: servers would take these for quantized ones.
     """
     by_name = {} if source.assets is None else dict(files(source.assets))
-    of_others = {ADAPTER, *(QUANTIZATION if set(source.dtypes().values()) <= set(FLOATS) else ())}
+    of_others = {ADAPTER, *(QUANTIZATION if _is_of_other_weights(source) else ())}
     by_name = {name: path for name, path in by_name.items() if name not in of_others}
     return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
+
+
+def _is_of_other_weights(source: Checkpoint) -> bool:
+    """Whether a quantization that config.json and the files beside it describe is not that of a checkpoint's weights.
+
+    So it is where all tensors are floats, but for a Hugging Face folder that is carried as it is: a quantization of the
+    KV cache is described in the same place.
+    """
+    origin = source.original or source
+    carried = origin.format == NAME and not (isinstance(origin.spec, ModelSpec) and method_of(origin.config or {}))
+    return not carried and has_floats_alone(origin)
+
+
+def has_floats_alone(source: Checkpoint) -> bool:
+    """Whether no tensor of a checkpoint has a type of quantized weights."""
+    return set(source.dtypes().values()) <= set(FLOATS)
+
+
+def quantization_notes(source: Checkpoint) -> Iterator[str]:
+    """A note on what describes a quantization of weights, which are not quantized: carried or not.
+
+    The key of a Hugging Face folder whose weights are dequantized is not named: a note says that they are.
+    """
+    keys = without_quantization(source.config or {})[1]
+    names = [f"{key} (config.json)" for key in keys if source.format != NAME]
+    names += [name for name in QUANTIZATION if source.assets and (source.assets / name).is_file()]
+    if names and _is_of_other_weights(source):
+        yield (
+            f"{some(names, 4)} of {source.assets} {'is' if len(names) == 1 else 'are'} not carried: the weights that "
+            "are written are not quantized"
+        )
+    elif keys and isinstance(source.spec, Verbatim) and has_floats_alone(source):
+        yield f"{some(keys, 4)} in the config.json of {source.assets} stays, and no weight is quantized"
 
 
 def not_carried(folder: Path) -> dict[str, list[str]]:
@@ -137,8 +170,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     config = mtp.with_layer_count(to_huggingface(spec, base), spec, source.dropped)
     if isinstance(spec, Verbatim) and "tied" in source.settings.values:
         config["tie_word_embeddings"] = spec.tied  # which a class may assume otherwise where nothing is said
-    stale = stale_keys(config, counted) if source.format != NAME or isinstance(spec, ModelSpec) else []
-    config = {key: value for key, value in config.items() if key not in stale}
+    config, stale = without_quantization(config) if _is_of_other_weights(source) else (config, [])
     named = "dtype" if "dtype" in config else "torch_dtype"
     dtypes = {config[key] for key in DTYPE if isinstance(config.get(key), str)}
     if dtype is None and (((source.format != NAME or stale) and named in config) or len(dtypes) > 1):
@@ -150,9 +182,33 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     return require_inside(source.assets / "config.json", source.assets).read_bytes()
 
 
+def near_folders(source: Checkpoint) -> dict[Path, Path]:
+    """The folders in which small files of a checkpoint's own may be beside its weights, by their real paths."""
+    homes = [source.home, source.root]
+    if not (source.home / CONFIG).is_file() and (source.home.parent / CONFIG).is_file():
+        homes.append(source.home.parent)  # readers look there too
+    return {place.resolve(): place for home in homes for place in (home / ASSETS, home)}
+
+
 def dropouts_of(source: Checkpoint) -> dict[str, float]:
-    """The dropout probabilities that a checkpoint's yml or config records, under the names of Megatron's arguments."""
-    return dropouts(source.run_config or source.config or {})
+    """The dropout probabilities of a training, under the names of Megatron's arguments.
+
+    They are those of its yml; without one those of the config.json beside the weights, and then of the one that is
+    carried.
+    """
+    if source.run_config:
+        return dropouts(source.run_config)
+    own = (dropouts(_config_in(place)) for place in near_folders(source).values()) if source.settings.config else ()
+    return dropouts(source.config or {}) | next(filter(None, own), {})
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    """The config.json of a model in a folder; empty where there is none that can be read."""
+    try:
+        config = read_json(folder / CONFIG)
+    except SourceError:
+        return {}
+    return config if isinstance(config.get("model_type"), str) else {}
 
 
 def _dump(value: Mapping[str, Any]) -> bytes:

@@ -8,34 +8,31 @@ its own way are not, and a key that a file lacks says nothing. Facts: transforme
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from converters.assets.files import PROCESSOR
+from converters.assets.files import PROCESSOR, near_folders
 from converters.assets.token_files import (  # fmt: skip
+    ADDED,
     CONFIG,
     GENERATION,
     NAMED_TEMPLATES,
     OUTPUTS,
-    SLOW,
+    SAYING,
     TEMPLATE,
+    TOKENIZER,
     TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
     generation_settings,
     object_of,
     templates_in,
 )
 from converters.assets.tokenizer_json import read_vocabulary
-from formats.checkpoint import ASSETS, Checkpoint
+from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import SourceError, short, some
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_FILES = (TOKENIZER, "merges.txt", *SLOW)
-"""Files that are compared byte for byte."""
-ADDED = "added_tokens.json"
-SAYING = ("chat_template.json", ADDED, "special_tokens_map.json", TOKENIZER_CONFIG, TEMPLATE)
-"""Files that are compared by what they say, each outranking those before it."""
 SAID = tuple(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk"))
 FURTHER = ("additional_special_tokens", "extra_special_tokens")
 """The keys of further special tokens, in transformers 4 and 5."""
@@ -49,6 +46,7 @@ TEMPLATE_OF, ID_OF = "chat_template ", "id of "
 IDS = tuple(f"{kind}_token_id" for kind in ("bos", "eos", "pad", "decoder_start"))
 NO_MATTER = {"_from_model_config", "transformers_version", "use_cache", "return_dict_in_generate", *OUTPUTS}
 """Settings in a generation config that change no text."""
+NONE = "and OUT gets none"
 LONGEST = 20
 """More digits than any id has."""
 MOST = 1 << 30
@@ -62,12 +60,9 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
     """
     if source.assets is None:
         return
-    homes = [source.home, source.root]
-    if not (source.home / CONFIG).is_file() and (source.home.parent / CONFIG).is_file():
-        homes.append(source.home.parent)  # readers look there too
-    places = {place.resolve(): place for home in homes for place in (home / ASSETS, home)}
+    places = near_folders(source)
     known = source.assets in (source.settings.config, *places.values())
-    theirs = f"those of {source.assets}" if known else "others"
+    theirs = (f"that of {source.assets} is", f"those of {source.assets} are") if known else ("another is", "others are")
     others = [place for resolved, place in places.items() if resolved != source.assets.resolve()]
     gets_template = not any(_has_template(place) for place in others) and _has_template(source.assets)
     for place in others:
@@ -82,11 +77,9 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
         names = _differing(place, source.assets)
         if not source.settings.only:
             names += _other_processors(place, source.assets)
-        if names:
-            yield (
-                f"{some(names, 5)} of {place} are not carried, {theirs} are; `convert assets OUT --from {place}` puts "
-                "them into OUT"
-            )
+        replaced = [name for name in names if _is_replaced(name, place, source.assets)]
+        yield from _not_carried(place, replaced, *theirs)
+        yield from _not_carried(place, [name for name in names if name not in replaced], NONE, NONE)
         if gets_template and _is_there(place / TOKENIZER_CONFIG):
             yield (
                 f"{place} has a {TOKENIZER_CONFIG} and no chat template, OUT gets the one of {source.assets}: if the "
@@ -100,6 +93,24 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
                 f"{place / CONFIG} says {', '.join(ids)}: if the training changed that, change it in OUT, and record "
                 "it with `convert assets OUT --from OUT`"
             )
+
+
+def _not_carried(place: Path, names: Sequence[str], one: str, several: str) -> Iterator[str]:
+    """A note on files of a folder that are not carried, and on what is instead of one of them, or of several."""
+    are, instead, them = ("is", one, "it") if len(names) == 1 else ("are", several, "them")
+    if names:
+        yield (
+            f"{some(names, 5)} of {place} {are} not carried, {instead}; `convert assets OUT --from {place}` puts "
+            f"{them} into OUT"
+        )
+
+
+def _is_replaced(name: str, own: Path, carried: Path) -> bool:
+    """Whether OUT gets a file of that name, or what another one says of the same."""
+    if _is_there(carried / name):
+        return True
+    said = {key for other in _saying(carried) for key in _said(carried / other)} if name in _saying(own) else set()
+    return not said.isdisjoint(_said(own / name)) or (bool(PROCESSOR.fullmatch(name)) and bool(_processors(carried)))
 
 
 def _differing(own: Path, carried: Path) -> list[str]:

@@ -20,14 +20,20 @@ Assets = Mapping[str, Path]
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TEMPLATE = "chat_template.jinja"
+ADDED, SPECIAL = "added_tokens.json", "special_tokens_map.json"
+TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 NAMED_TEMPLATES = "additional_chat_templates/"
 """The folder of further templates, such as one for tools: each file is named as its template."""
-OLD_TEMPLATES = ("chat_template.json", NAMED_TEMPLATES)
+OLD_TEMPLATES = (OLD_TEMPLATE, NAMED_TEMPLATES)
 """Other files that may hold a template."""
 SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "sentencepiece.bpe.model", "spiece.model")
 """Files of tokenizers other than tokenizer.json."""
+TOKENIZER_FILES = (TOKENIZER, "merges.txt", *SLOW)
+"""Files that hold a vocabulary."""
+SAYING = (OLD_TEMPLATE, ADDED, SPECIAL, TOKENIZER_CONFIG, TEMPLATE)
+"""Files that say which tokens are special or added, and the chat template, each outranking those before it."""
 KINDS = ("bos", "eos", "pad")
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 """Settings of what `generate` returns besides tokens; one of them sets `return_dict_in_generate`."""
@@ -76,7 +82,7 @@ def object_of(assets: Assets, name: str) -> dict[str, Any]:
 
 def named_tokens(assets: Assets) -> dict[str, str]:
     """The tokenizer's bos, eos and pad tokens, by kind."""
-    config = object_of(assets, "special_tokens_map.json") | object_of(assets, TOKENIZER_CONFIG)
+    config = object_of(assets, SPECIAL) | object_of(assets, TOKENIZER_CONFIG)
     named = {kind: config.get(f"{kind}_token") for kind in KINDS}
     texts = {kind: token.get("content") if isinstance(token, dict) else token for kind, token in named.items()}
     return {kind: token for kind, token in texts.items() if isinstance(token, str)}
@@ -128,7 +134,7 @@ def held_template(assets: Assets) -> str | None:
     """
     if TEMPLATE in assets:
         return decoded(content(assets, TEMPLATE), TEMPLATE)
-    for name in (TOKENIZER_CONFIG, "chat_template.json"):
+    for name in (TOKENIZER_CONFIG, OLD_TEMPLATE):
         template = templates_in(object_of(assets, name).get("chat_template")).get("default")
         if template is not None and not isinstance(template, str):
             raise SourceError(f"chat_template of {name} is {short(template)}, not a text")

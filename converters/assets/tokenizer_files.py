@@ -10,10 +10,15 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.assets.token_files import (
+    ADDED,
     CONFIG,
     GENERATION,
     KINDS,
+    NAMED_TEMPLATES,
+    SPECIAL,
     TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     held_template,
     named_tokens,
     object_of,
@@ -27,13 +32,11 @@ from formats.huggingface.folder import INDEX
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-TEMPLATES = "additional_chat_templates"
-"""The folder of further chat templates beside a tokenizer."""
 NAMES = {"eos": ("<|endoftext|>",), "pad": ("<|padding|>", "<|pad|>")}
 """Tokens that end a document and fill a batch, the first that a tokenizer has: GPT-NeoX's (megatron/tokenizer/
 tokenizer.py at ea7aefd8), and `<|pad|>`, that of SentencePiece models for it (`train tokenize` too)."""
-NEAR = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.json", TEMPLATE)
-"""Files that travel with a tokenizer.json beside them, and so do those in `TEMPLATES`."""
+NEAR = (TOKENIZER_CONFIG, SPECIAL, ADDED, "merges.txt", "vocab.json", TEMPLATE)
+"""Files that travel with a tokenizer.json beside them, and so do those in `NAMED_TEMPLATES`."""
 BEGINS = {"HFTokenizer": b"{", "SPMTokenizer": b"\n"}
 """The `tokenizer_type` whose `vocab_file` GPT-NeoX reads as a tokenizer.json, and as a SentencePiece model: the first
 byte of such a file (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
@@ -68,8 +71,8 @@ def load(path: Path) -> Tokenizer:
         SourceError: the path is none of these.
         VerificationError: the fast tokenizer that was made from the model gives other ids.
     """
-    if (path / "tokenizer.json").is_file():
-        return _fast(path / "tokenizer.json")
+    if (path / TOKENIZER).is_file():
+        return _fast(path / TOKENIZER)
     if path.suffix == ".json" and path.is_file():
         return _fast(path)
     if not path.is_file():
@@ -262,15 +265,15 @@ def _backend(path: Path) -> Backend:
 
 def _fast(path: Path) -> Tokenizer:
     backend = _backend(path)
-    near = [path.parent / name for name in NEAR] + sorted((path.parent / TEMPLATES).glob("*.jinja"))
+    near = [path.parent / name for name in NEAR] + sorted((path.parent / NAMED_TEMPLATES).glob("*.jinja"))
     files = {file.relative_to(path.parent).as_posix(): file.read_bytes() for file in near if file.is_file()}
     names = _usual_names(lambda token: backend.token_to_id(token) is not None)
     names |= named_tokens({name: path.parent / name for name in files})
     ids = {role: backend.token_to_id(token) for role, token in names.items()}
     special = {role: number for role, number in ids.items() if number is not None}
-    if "tokenizer_config.json" not in files:
+    if TOKENIZER_CONFIG not in files:
         named = {f"{role}_token": names[role] for role in special}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-        files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-    files["tokenizer.json"] = path.read_bytes()
+        files[TOKENIZER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    files[TOKENIZER] = path.read_bytes()
     return Tokenizer(path, files, backend.get_vocab_size(with_added_tokens=True), special, ())

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 STAGING = ".assets.partial"
 KEPT = ("config.json", "README.md")
 """Files of OUT that BASE does not replace."""
-TOKENIZER = ("tokenizer.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,9 @@ def publish(out: Path, work: Work) -> None:
 
 
 def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given: Mapping[str, Path]) -> None:
-    from converters.assets.token_files import SLOW
+    from converters.assets.token_files import ADDED, SPECIAL, TOKENIZER_FILES
 
-    names = (*TOKENIZER, *SLOW)
+    names = (*TOKENIZER_FILES, ADDED, SPECIAL)
     missing = [name for name in names if name in own and name not in given]
     if missing and any(name in given for name in names):
         raise RefusedError(

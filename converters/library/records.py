@@ -97,6 +97,7 @@ def _notes(source: Checkpoint) -> list[str]:
     else:
         notes += assets.checks(source.assets, source.config, source.spec)
         notes += left_behind(source)
+        notes += assets.quantization_notes(source)
         notes += [
             f"{some(names, 4)} in {source.assets} are not carried: {reason}"
             for reason, names in assets.not_carried(source.assets).items()

@@ -19,12 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from converters.assets.files import has_floats_alone
 from converters.common.manifest import check_manifest, read_manifest
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import find_family
 from formats.huggingface.config import config_differences, from_huggingface, unknown_keys
 from formats.huggingface.folder import has_weights, read_files
+from formats.huggingface.quantized import without_quantization
 from formats.layout.table import MTP
 from formats.model.coherence import FURTHER, Finding, contradictions, losses, predicts_further
 from formats.model.spec import Spec, Verbatim, computing_differences, differences
@@ -71,11 +73,13 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
         return []
     check_manifest(source)  # where there is a manifest, its error message is the better one
     parsed = json.loads(config)
-    answer = (
-        {"why": "the weights are quantized"}
-        if parsed.get("quantization_config")
-        else ask_transformers(parsed, spec.shapes)
-    )
+    floats = has_floats_alone(source)
+    described = without_quantization(parsed)[0] if floats else parsed
+    quantized = described.get("quantization_config")  # by which transformers does not tell its tensors
+    if quantized:
+        answer = {"why": "config.json says that weights are quantized" if floats else "the weights are quantized"}
+    else:
+        answer = ask_transformers(described, spec.shapes)
     if "why" not in answer:
         _require_tie(source, spec, answer)
         _refuse(source, _of_transformers(answer, parsed, known_only=not source.settings.verbatim))
@@ -93,7 +97,6 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     if written.keys() == source.spec.shapes.keys():
         return [f"{CHECKED} manifest ({answer['why']})"]
     if not source.settings.verbatim:
-        quantized = parsed.get("quantization_config")  # by which transformers does not tell its tensors
         untabled = spec.why if quantized else f"no table describes {spec.family}"
         judged = not _brings_config(source)  # what has a config of its own is not compared with a base
         raise UnsupportedError(

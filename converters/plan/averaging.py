@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from converters.assets.files import carried_assets
-from converters.assets.left_behind import TOKENIZER_FILES
+from converters.assets.token_files import TOKENIZER_FILES
 from converters.plan.agreement import APART, file_differences, setting_differences
 from converters.plan.names import with_same_names
 from converters.plan.opening import replicas_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from converters.assets.left_behind import SAYING, TOKENIZER_FILES
+from converters.assets.token_files import SAYING, TOKENIZER_FILES
 from converters.plan import names
 from converters.plan.parts import Part, parts_of
 from converters.plan.plan import Input, Job, Norms, Plan, Term, without_records

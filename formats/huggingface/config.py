@@ -123,27 +123,20 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
 def config_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """The differences of two configs of a model without a table, as `key: one | other`; any key may matter.
 
-    A key that is null counts as absent. `layer_types` is compared where both configs have it.
+    A key that is null counts as absent. `layer_types` is compared where both configs have it. A key of a config that is
+    nested follows that of the config, as in `text_config.hidden_size`.
     """
-    ours, theirs = _computing(first), _computing(second)
-    names = dict.fromkeys([*ours, *theirs])
-    if "layer_types" in first and "layer_types" in second:
-        ours, theirs = ours | {"layer_types": first["layer_types"]}, theirs | {"layer_types": second["layer_types"]}
-        names["layer_types"] = None
-    return [
-        f"{name}: {short(ours.get(name))} | {short(theirs.get(name))}"
-        for name in names
-        if ours.get(name) != theirs.get(name)
-    ]
-
-
-def _computing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, and the configs nested in it, without keys that do not affect the computation or are null."""
-    return {
-        key: _computing(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in (*OF_NO_MODEL, "use_cache") and value is not None
-    }
+    differences = list[str]()
+    for name in dict.fromkeys([*first, *second]):
+        ours, theirs = first.get(name), second.get(name)
+        compared = name not in OF_NO_MODEL or (name == "layer_types" and name in first and name in second)
+        if name == "use_cache" or not compared:
+            continue
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            differences += [f"{name}.{line}" for line in config_differences(ours, theirs)]
+        elif ours != theirs:
+            differences.append(f"{name}: {short(ours)} | {short(theirs)}")
+    return differences
 
 
 def _unwrapped(base: Mapping[str, Any]) -> dict[str, Any]:

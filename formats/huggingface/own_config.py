@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from formats.checkpoint import Settings
 from formats.disk.json_file import read_json
 from formats.errors import UnsupportedError, short
 from formats.huggingface import language_model
-from formats.huggingface.config import config_differences, from_huggingface
+from formats.huggingface.config import OF_NO_MODEL, config_differences, from_huggingface
+from formats.huggingface.rope import PARAMETERS
 from formats.model.checks import require_no_contradictions
 from formats.model.settings import TYPES
 from formats.model.spec import ModelSpec, Spec, computing_differences
@@ -19,10 +20,13 @@ from formats.model.spec import ModelSpec, Spec, computing_differences
 CONFIG = "config.json"
 IDLE = (
     "vocab_size", "tie_word_embeddings", "output_router_logits", "router_aux_loss_coef", "output_attentions",
-    "output_hidden_states", "return_dict", "id2label", "label2id",
+    "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "use_cache",
+    *(name for name in OF_NO_MODEL if name != "layer_types"),
 )  # fmt: skip
 """Keys in which the two configs of a model without a table may differ: shapes and names of the weights tell the first
 two, and no logit depends on the others. The same holds of the ids of special tokens."""
+DERIVED = ("head_dim", "n_inner", "intermediate_size")
+"""Sizes that classes of transformers derive in the model where they are null; the shapes of the weights tell them."""
 HINT = "leave --config out, or correct one of them"
 HINT_OF_SETTINGS = "leave --config out, correct one of them, or decide with --set NAME=VALUE"
 
@@ -65,16 +69,19 @@ def require_same(
 def _key_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], settings: Settings) -> list[str]:
     """The keys in which two configs differ: as transformers reads them, or as they are written where it does not tell.
 
-    transformers is asked only of configs that are written otherwise: DeBERTa's `p2c|c2p` is its list of the two.
+    Their class fills in its defaults, and reads two spellings as one: DeBERTa's `p2c|c2p` is its list of the two. As
+    they are written, a null is no value, since it may stand for a default.
     """
     kinds = ours.get("model_type"), theirs.get("model_type")
-    lines = config_differences(*_shared(ours, theirs))
+    written = config_differences(*_shared(_comparable(ours, nulls=False), _comparable(theirs, nulls=False)))
     if kinds[0] != kinds[1]:
-        return [f"model_type: {short(kinds[0])} | {short(kinds[1])}", *lines]
-    if not lines or settings.as_read is None:
-        return lines
+        return [f"model_type: {short(kinds[0])} | {short(kinds[1])}", *written]
+    if settings.as_read is None or _comparable(ours) == _comparable(theirs):
+        return written
     one, other = settings.as_read(ours), settings.as_read(theirs)
-    return lines if one is None or other is None else config_differences(*_shared(one, other, nulls=True))
+    if one is None or other is None:
+        return written
+    return config_differences(*_shared(_comparable(one), _comparable(other), whole=(PARAMETERS,)))
 
 
 def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, settings: Settings) -> list[str] | None:
@@ -97,23 +104,25 @@ def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, sett
     return [*computing_differences(replace(ours, own=spec.own), spec), *further]
 
 
+def _comparable(config: Mapping[str, Any], *, nulls: bool = True) -> dict[str, Any]:
+    """A config, and those nested in it, without keys in which two may differ; with `nulls` a null is a value."""
+    return {
+        name: _comparable(value, nulls=nulls) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if not (name in IDLE or name.startswith("_") or name.endswith("_token_id"))
+        and not (name == "type" and "rope_type" in config)  # its name in transformers 4
+        and (value is not None or (nulls and name not in DERIVED))
+    }
+
+
 def _shared(
-    one: Mapping[str, Any], other: Mapping[str, Any], *, nulls: bool = False
+    one: Mapping[str, Any], other: Mapping[str, Any], *, whole: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two configs with the keys that both have; a key that one lacks, or has null, may be a default of its class.
-
-    With `nulls` a null is a value, as where the class has filled in its defaults.
-    """
-
-    def pairs() -> Iterator[tuple[str, Any, Any]]:
-        for name in (name for name in one if name in other):
-            ours, theirs = one[name], other[name]
-            if name in IDLE or name.startswith("_") or name.endswith("_token_id"):
-                continue
-            if None in (ours, theirs) and not nulls:
-                continue
-            nested = isinstance(ours, dict) and isinstance(theirs, dict)
-            yield (name, *(_shared(ours, theirs, nulls=nulls) if nested else (ours, theirs)))
-
-    both = list(pairs())
-    return {name: ours for name, ours, _ in both}, {name: theirs for name, _, theirs in both}
+    """Two configs, and those nested in them, with the keys that both have; what is in `whole` keeps all of its own."""
+    both = {name: (one[name], other[name]) for name in one if name in other}
+    both |= {
+        name: _shared(*pair, whole=whole)
+        for name, pair in both.items()
+        if name not in whole and all(isinstance(value, dict) for value in pair)
+    }
+    return {name: ours for name, (ours, _) in both.items()}, {name: theirs for name, (_, theirs) in both.items()}

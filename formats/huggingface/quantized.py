@@ -11,7 +11,7 @@ the values of an element and of a scale: OCP Microscaling Formats 1.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -33,13 +33,14 @@ OF_FP8: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     BLOCK: ("two whole numbers from 1 on, or null", lambda value: value is None or _is_block(value)),
 }
 """Key of a `quantization_config` of FP8: what it may be, in words, and whether a value is that; `absent` without it."""
-OF_FILES = ("fp8", "mxfp4", compressed_tensors.METHOD)
+OF_FILES = ("fp8", "mxfp4", compressed_tensors.METHOD, "gptq", "awq", "modelopt")
 """Values of `quant_method` that only describe how files store weights: a model with floating point weights has none of
 them. Other methods may describe what the model computes (bitnet)."""
 
 
 KEYS = ("quantization_config", "compression_config")
 """The keys of a config for its quantization."""
+TEXT = "text_config"
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
@@ -85,14 +86,18 @@ def _is_block(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
-def stale_keys(config: Mapping[str, Any], dtypes: Iterable[str]) -> list[str]:
-    """The keys of a config that name a quantization of files, where the tensors, of these types, are not quantized.
+def without_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A config without the keys for a quantization of files, also in its `text_config`, and the names of these keys.
 
     `compression_config` is what the first versions of compressed-tensors wrote, which vLLM and SGLang still read.
     """
     methods = {key: config[key].get("quant_method") for key in KEYS if isinstance(config.get(key), Mapping)}
-    named = [key for key, method in methods.items() if method in OF_FILES or key != KEYS[0]]
-    return named if set(dtypes) <= set(FLOATS) else []
+    removed = [key for key, method in methods.items() if method in OF_FILES or key != KEYS[0]]
+    rest = {key: value for key, value in config.items() if key not in removed}
+    if isinstance(config.get(TEXT), Mapping):
+        rest[TEXT], inner = without_quantization(config[TEXT])
+        removed += [f"{TEXT}.{key}" for key in inner]
+    return rest, removed
 
 
 def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:
@@ -134,7 +139,7 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
 
 def _quantized_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config, or its text_config if only that is quantized (transformers 5.23.0, `get_hf_quantizer`)."""
-    text = config.get("text_config")
+    text = config.get(TEXT)
     if config.get("quantization_config") is None and isinstance(text, Mapping) and "quantization_config" in text:
         return text
     return config

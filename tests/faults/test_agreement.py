@@ -280,8 +280,12 @@ def test_matrices_of_several_tensors(convert, tmp_path, elements, lost):
     keys += [f"{layer}{norm}_layernorm.weight" for layer in layers for norm in ("input", "post_attention")]
     keys += ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
     shapes = {"embed_tokens": (32, 16), "lm_head": (32, 16), "norm.weight": (16,), "g_idx": (32,)}
+    packed = ("qweight", "qzeros", "g_idx", *([] if "qweight" in elements else ["_proj.weight"]))
     tensors = {
-        key: np.ones(next((shape for part, shape in shapes.items() if part in key), (16, 4)), np.float32)
+        key: np.ones(
+            next((shape for part, shape in shapes.items() if part in key), (16, 4)),
+            np.int32 if key.endswith(packed) else np.float32,
+        )
         for key in keys
         if lost is None or (f"{lost.split()[0]}." not in key and ("post" not in lost or "1.post_" not in key))
     }
@@ -530,6 +534,94 @@ def test_a_value_that_the_class_makes_null_in_one_of_two_configs():
     ours, theirs = ({"model_type": "mine", "window": window} for window in (0, 4))
     settings = Settings(as_read=lambda config: config | {"window": config["window"] or None})
     assert own_config._key_differences(ours, theirs, settings) == ["window: None | 4"]
+
+
+@pytest.mark.parametrize(
+    ("removed", "base", "told"),
+    [
+        (
+            "use_cache",
+            {"rope_parameters": None, "rope_theta": 10000.0},
+            "rope_parameters.rope_theta: 8000000.0 | 10000.0",
+        ),
+        ("logit_scale", {"logit_scale": 1.0}, "logit_scale: 0.0625 | 1.0"),
+        ("logit_scale", {"logit_scale": 0.0625, "rope_parameters": None, "rope_theta": 8e6}, ""),
+    ],
+)
+def test_a_value_under_a_key_that_the_other_config_lacks(convert, tmp_path, removed, base, told):
+    """Another spelling, or the default of the class: only what transformers reads of the two can be compared."""
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 8e6}
+    small = transformers.CohereConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        rope_parameters=rope, logit_scale=0.0625,
+    )  # fmt: skip
+    with quiet():
+        model = transformers.CohereForCausalLM(small)
+        model.save_pretrained(tmp_path / "hf")
+    run, base = save(tmp_path / "run", model.state_dict()), config_of(tmp_path / "hf", tmp_path / "base", **base)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (run / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != removed}))
+    ran = convert("fsdp2hf", run, tmp_path / "out", "--config", base)
+    if told:
+        refused(ran, 5, "contradict each other (run | base)", told)
+    else:
+        assert ran.code == 0, ran.err
+
+
+LM = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+OF_VERSION_4 = [
+    {"model_type": "cohere", **LM, "rope_theta": 8e6, "model_max_length": 131072},
+    {"model_type": "olmo", **LM, "rope_theta": 10000.0, "rope_scaling": None, "clip_qkv": None},
+    {"model_type": "phi", **LM, "partial_rotary_factor": 0.25, "rope_theta": 10000.0, "rope_scaling": None},
+    {"model_type": "stablelm", **LM, "partial_rotary_factor": 0.5, "rope_theta": 10000, "use_qkv_bias": True},
+    {"model_type": "gptj", "n_embd": 32, "n_head": 4, "n_layer": 1, "rotary": True, "rotary_dim": 8, "n_inner": None},
+    {"model_type": "bloom", "n_embed": 32, "num_attention_heads": 4, "n_layer": 1, "n_inner": None, "seq_length": 64},
+    {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"alibi": True, "clip_qkv": None}},
+    {"model_type": "xglm", "d_model": 32, "attention_heads": 4, "ffn_dim": 48, "num_layers": 1},
+    {"model_type": "mixtral", **LM, "num_key_value_heads": 2, "rope_theta": 1e6, "head_dim": None},
+    {
+        "model_type": "qwen2_vl", **LM, "num_key_value_heads": 2, "rope_theta": 1e6, "sliding_window": 32768,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 4, "in_chans": 3, "hidden_size": 32},
+    },
+    {
+        "model_type": "llava", "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5, "torch_dtype": "float16"},
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 336}, "vision_feature_layer": -2,
+    },
+]  # fmt: skip
+"""Configs as transformers 4 wrote them, with keys that only code of the Hub read."""
+
+
+@pytest.mark.parametrize("old", OF_VERSION_4, ids=lambda config: config["model_type"])
+def test_what_transformers_5_makes_of_a_config_is_the_same(tmp_path, old):
+    import transformers
+
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    asked = list[str]()
+
+    def as_read(config):
+        asked.append(config["model_type"])
+        return meta_model.report({"config": config})["config"]
+
+    assert own_config._key_differences(new, old, Settings(as_read=as_read)) == []
+    assert asked == [old["model_type"]] * 2
+    other = old | ({"head_dim": 8} if "head_dim" in old else {"n_inner": 128} if old["model_type"] == "gptj" else {})
+    assert own_config._key_differences(other, new, Settings(as_read=as_read)) == []
+
+
+def test_a_rotary_setting_that_one_of_two_configs_lacks():
+    """No class fills in a default of the settings of a rotary embedding; `type` is `rope_type` in transformers 4."""
+    yarn = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}
+    base = {"model_type": "mine", "rope_parameters": {**yarn, "type": "yarn", "attention_factor": 2.0}}
+    run = {"model_type": "mine", "rope_parameters": yarn}
+    assert own_config._key_differences(run, base, Settings(as_read=dict)) == [
+        "rope_parameters.attention_factor: None | 2.0"
+    ]
+    assert own_config._key_differences(run, base, Settings()) == []
 
 
 @pytest.mark.parametrize("told", [True, False])

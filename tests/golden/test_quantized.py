@@ -19,7 +19,7 @@ from converters.move.dequantize import read_halves
 from formats.disk.safetensors import Fragment, Scales, row_major
 from formats.errors import UnsupportedError
 from formats.huggingface.folder import read_files
-from formats.huggingface.quantized import dequantized
+from formats.huggingface.quantized import dequantized, without_quantization
 from tests.faults.dcp_tools import refused
 from train.settings.config_file import load_config
 from train.start.start_weights import folder_of
@@ -185,21 +185,80 @@ def test_what_is_not_known_stays_in_the_config(model, convert, tmp_path, quantiz
     assert convert("verify", tmp_path / "out", source).code == 0
 
 
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""ModelOpt's file, AutoGPTQ's and AutoAWQ's: servers read them."""
+
+
 @pytest.mark.parametrize("options", [[], ["--verbatim"]])
-def test_settings_of_a_quantized_base_do_not_travel_with_weights_in_floats(model, convert, tmp_path, options):
-    """ModelOpt's file, AutoGPTQ's and AutoAWQ's, and the key of the first compressed-tensors: servers read them."""
+@pytest.mark.parametrize(
+    ("key", "method"),
+    [
+        ("compression_config", "compressed-tensors"),
+        *(("quantization_config", name) for name in ("gptq", "awq", "modelopt")),
+    ],
+)
+def test_settings_of_a_quantized_base_do_not_travel_with_weights_in_floats(
+    model, convert, tmp_path, options, key, method
+):
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(model("llama", "bfloat16"), base)
     assert convert("hf2fsdp", base, run).code == 0
     config = json.loads((base / "config.json").read_text())
-    quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
-    (base / "config.json").write_text(json.dumps(config | {"compression_config": quantization}))
-    files = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-    for name in files:
+    (base / "config.json").write_text(json.dumps(config | {key: {"quant_method": method, "config_groups": {}}}))
+    for name in QUANTIZATION_FILES:
         (base / name).write_text('{"quant_algo": "FP8"}')
-    assert convert("fsdp2hf", run, tmp_path / "out", "--config", base, *options).code == 0
-    assert "compression_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    assert not [name for name in files if (tmp_path / "out" / name).exists()]
+    ran = convert("fsdp2hf", run, tmp_path / "out", "--config", base, *options)
+    assert ran.code == 0, ran.err
+    assert key not in json.loads((tmp_path / "out/config.json").read_text())
+    assert not [name for name in QUANTIZATION_FILES if (tmp_path / "out" / name).exists()]
+    assert f"{key} (config.json), {', '.join(QUANTIZATION_FILES)} of {base} are not carried" in ran.err
+    if options or key == "quantization_config":
+        assert "checked against: transformers" in ran.err
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_keys_for_a_quantization_of_files(nested):
+    """The language model in a Kimi-K2.5 has its own; bitnet computes with it, and null is none."""
+    files = {"quantization_config": {"quant_method": "gptq"}, "compression_config": {"format": "dense"}}
+    config = {"text_config": files | {"a": 1}, "b": 2} if nested else files | {"a": 1}
+    rest, names = without_quantization(config)
+    assert rest == ({"text_config": {"a": 1}, "b": 2} if nested else {"a": 1})
+    assert names == [f"text_config.{key}" if nested else key for key in files]
+    for value in ({"quant_method": "bitnet"}, None):
+        assert without_quantization({"quantization_config": value}) == ({"quantization_config": value}, [])
+
+
+@pytest.mark.parametrize("method", [None, "modelopt"])
+def test_a_quantization_of_the_cache_stays_in_a_folder_that_is_carried_as_it_is(model, convert, tmp_path, method):
+    source = shutil.copytree(model("llama", "bfloat16"), tmp_path / "hf")
+    quantization = (
+        {"quantization_config": {"quant_method": method, "kv_cache_scheme": {"num_bits": 8}}} if method else {}
+    )
+    config = json.loads((source / "config.json").read_text()) | quantization
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert ("checked against: transformers" in ran.err) == (method is not None)
+    for name in ("config.json", "hf_quant_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    stays = f"note: quantization_config in the config.json of {source} stays, and no weight is quantized"
+    assert (stays in ran.err) == (method is not None)
+    assert "not carried" not in ran.err
+    assert convert("verify", tmp_path / "out", source).code == 0
+
+
+def test_the_settings_of_weights_that_are_dequantized_do_not_travel(deepseek, convert, tmp_path):
+    source = shutil.copytree(deepseek, tmp_path / "hf")
+    (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert f"note: hf_quant_config.json of {source} is not carried: the weights that are written are not" in ran.err
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert not (tmp_path / "out/hf_quant_config.json").exists()
+    assert convert("hf2hf", source, tmp_path / "as it is", "--verbatim").code == 0
+    assert (tmp_path / "as it is/hf_quant_config.json").is_file()
 
 
 def test_verbatim_keeps_every_bit(oss, convert, tmp_path):

@@ -133,3 +133,21 @@ def test_dropout_that_the_output_does_not_name_is_told(model, convert, tmp_path)
     assert note not in convert("reshard", tmp_path / "run", tmp_path / "again", "--tp", 2).err
     shutil.rmtree(tmp_path / "run" / "huggingface")
     assert note in convert("neox2hf", tmp_path / "run", tmp_path / "alone").err
+
+
+def test_dropout_of_the_config_beside_the_weights_counts(model, convert, tmp_path):
+    """A training with dropout, and the config of its base, which goes into the output."""
+    base, run = model("llama"), tmp_path / "run"
+    assert convert("hf2fsdp", base, run).code == 0
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    note = "note: attention_dropout = {} of the source is not among the settings of the output"
+    ran = convert("fsdp2hf", run, tmp_path / "out", "--config", base)
+    assert ran.code == 0, ran.err
+    assert note.format(0.1) in ran.err
+    assert json.loads((tmp_path / "out/config.json").read_text())["attention_dropout"] == 0
+    assert "attention_dropout" not in convert("fsdp2hf", run, tmp_path / "own").err
+    (run / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.0}))
+    other = shutil.copytree(base, tmp_path / "base")
+    (other / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
+    assert note.format(0) in convert("fsdp2hf", run, tmp_path / "third", "--config", other).err

@@ -49,10 +49,29 @@ def folders(tmp_path):
 def test_a_file_that_says_something_else_is_named(folders, name, values):
     run, base = folders
     changed(run / name, **values)
+    instead = f"that of {base} is" if (base / name).is_file() else "and OUT gets none"
     assert notes(run, base) == [
-        f"{name} of {run} are not carried, those of {base} are; `convert assets OUT --from {run}` puts them into OUT"
+        f"{name} of {run} is not carried, {instead}; `convert assets OUT --from {run}` puts it into OUT"
     ]
     assert notes(run.parent, base) == notes(base, base) == []
+
+
+def test_what_out_gets_instead(folders):
+    """A template or a token may be in another file of BASE; of several files that are replaced, one note."""
+    run, base = folders
+    written(run / "chat_template.jinja", "{{ 1 }}")
+    changed(run / "tokenizer_config.json", eos_token="<pad>")
+    changed(run / "special_tokens_map.json", eos_token="<pad>")
+    puts = f"`convert assets OUT --from {run}` puts"
+    config, special = "tokenizer_config.json", "special_tokens_map.json"
+    assert notes(run, base) == [
+        f"{special}, {config} of {run} are not carried, those of {base} are; {puts} them into OUT",
+        f"chat_template.jinja of {run} is not carried, and OUT gets none; {puts} it into OUT",
+    ]
+    changed(base / config, chat_template="{{ 2 }}")
+    assert notes(run, base) == [
+        f"{special}, {config}, chat_template.jinja of {run} are not carried, those of {base} are; {puts} them into OUT"
+    ]
 
 
 def test_settings_that_the_training_took_out_are_told(folders):
@@ -127,7 +146,7 @@ def test_of_every_format_that_carries_them(model, convert, tmp_path, there, back
     )
     assert f"note: {place / 'config.json'} says eos_token_id 7 (carried: " in ran.err
     assert convert("assets", tmp_path / "out", "--from", place, "--dry-run").out.count("chat_template.jinja") == 1
-    assert f"of {place} are not carried" not in convert(back[0], run, tmp_path / "own").err
+    assert f"of {place} " not in convert(back[0], run, tmp_path / "own").err
 
 
 def tokens(*entries):
@@ -269,7 +288,7 @@ def test_files_above_the_folder_of_the_weights(folders):
     changed(run / "generation_config.json", temperature=0.6)
     weights = run / "pytorch_model_fsdp_0"
     weights.mkdir()
-    assert f"generation_config.json of {run} are not carried" in notes(weights, base)[0]
+    assert f"generation_config.json of {run} is not carried" in notes(weights, base)[0]
     changed(weights / "config.json", eos_token_id=1)
     assert notes(weights, base) == []
 

@@ -241,12 +241,17 @@ def _is_bounded(spec: Verbatim) -> bool:
 
 
 def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
-    """The settings in which two models differ, as `name: one | other`; without a table the keys of their configs."""
+    """The settings in which two models differ, as `name: one | other`; without a table the keys of their configs.
+
+    Of configs that are written otherwise, those as transformers reads them: a default may be written out in one.
+    """
     changed = differences(first.spec, other.spec)
     verbatim = isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim)
     if changed or not verbatim or first.config is None or other.config is None:
         return changed
-    return config_differences(first.config, other.config)
+    written = config_differences(first.config, other.config)
+    read = [config_as_read(config) for config in (first.config, other.config)] if written else []
+    return written if None in read or not read else config_differences(*read)
 
 
 APART = "config.json differs in keys that no tensor depends on"

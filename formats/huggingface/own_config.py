@@ -24,7 +24,9 @@ IDLE = (
     *(name for name in OF_NO_MODEL if name != "layer_types"),
 )  # fmt: skip
 """Keys in which the two configs of a model without a table may differ: shapes and names of the weights tell the first
-two, and no logit depends on the others. The same holds of the ids of special tokens."""
+two, and no logit depends on the others. The same holds of the ids of special tokens (`SPECIAL`)."""
+SPECIAL = tuple(f"{kind}_token_id" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start"))
+"""Ends of the keys of tokens that no layer looks for, as it does for those of images."""
 DERIVED = ("head_dim", "n_inner", "intermediate_size")
 """Sizes that classes of transformers derive in the model where they are null; the shapes of the weights tell them."""
 HINT = "leave --config out, or correct one of them"
@@ -109,7 +111,7 @@ def _comparable(config: Mapping[str, Any], *, nulls: bool = True) -> dict[str, A
     return {
         name: _comparable(value, nulls=nulls) if isinstance(value, dict) else value
         for name, value in config.items()
-        if not (name in IDLE or name.startswith("_") or name.endswith("_token_id"))
+        if not (name in IDLE or name.startswith("_") or name.endswith(SPECIAL))
         and not (name == "type" and "rope_type" in config)  # its name in transformers 4
         and (value is not None or (nulls and name not in DERIVED))
     }

@@ -568,6 +568,8 @@ def test_a_value_under_a_key_that_the_other_config_lacks(convert, tmp_path, remo
         refused(ran, 5, "contradict each other (run | base)", told)
     else:
         assert ran.code == 0, ran.err
+        assert convert("verify", tmp_path / "out", run).code == 0
+        assert convert("diff", tmp_path / "out", run).code == 0
 
 
 LM = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -611,6 +613,14 @@ def test_what_transformers_5_makes_of_a_config_is_the_same(tmp_path, old):
     assert asked == [old["model_type"]] * 2
     other = old | ({"head_dim": 8} if "head_dim" in old else {"n_inner": 128} if old["model_type"] == "gptj" else {})
     assert own_config._key_differences(other, new, Settings(as_read=as_read)) == []
+
+
+def test_the_token_of_an_image_is_no_special_token():
+    """A model looks for it in its input; tokens that begin, end or fill a text may differ."""
+    run = {"model_type": "mine", "image_token_id": 120, "pad_token_id": 0}
+    for settings in (Settings(as_read=dict), Settings()):
+        base = {"model_type": "mine", "image_token_id": 99, "pad_token_id": 1}
+        assert own_config._key_differences(run, base, settings) == ["image_token_id: 120 | 99"]
 
 
 def test_a_rotary_setting_that_one_of_two_configs_lacks():

@@ -39,7 +39,7 @@ def kinds(result: Differences) -> Iterator[tuple[str, str, list[Difference]]]:
     """(what differs, tensor, its differences in layers) for each kind of tensor, ordered by what differs."""
     alike: dict[str, dict[str, list[Difference]]] = {}
     for difference in result.tensors:
-        tensor = difference.name.partition(".")[0] if result.keys else difference.name
+        tensor, _ = result.place_of(difference.name)
         alike.setdefault(difference.what, {}).setdefault(tensor, []).append(difference)
     for what, tensors in alike.items():
         for tensor, kind in tensors.items():
@@ -48,11 +48,10 @@ def kinds(result: Differences) -> Iterator[tuple[str, str, list[Difference]]]:
 
 def key_of_kind(result: Differences, kind: Sequence[Difference]) -> str:
     """The Hugging Face key of a kind of tensor, with the layers that differ."""
-    layers = [int(difference.name.partition(".")[2]) for difference in kind if result.keys and "." in difference.name]
-    if not layers:
-        return result.key_of(kind[0].name)
-    key = result.keys[kind[0].name.partition(".")[0]].replace("{expert}", "*")
-    return key.replace("{layer}", ranges(layers))
+    (tensor, layer), *_ = places = [result.place_of(difference.name) for difference in kind]
+    if not layer:
+        return result.key_of(tensor)
+    return result.keys[tensor].replace("{expert}", "*").replace("{layer}", ranges(int(layer) for _, layer in places))
 
 
 def numbers(kind: Sequence[Difference]) -> str:

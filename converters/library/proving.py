@@ -158,9 +158,14 @@ class Differences:
     keys: Mapping[str, str] = field(default_factory=dict)
     config: tuple[str, ...] = ()
 
+    def place_of(self, name: str) -> tuple[str, str]:
+        """The logical tensor and the layer of a tensor such as `up.3`; the name itself and "" without a table."""
+        tensor, _, layer = name.partition(".")
+        return (tensor, layer) if tensor in self.keys and (layer.isdecimal() or tensor == name) else (name, "")
+
     def key_of(self, name: str) -> str:
         """The Hugging Face key of a tensor of one layer, such as `up.3`."""
-        tensor, _, layer = name.partition(".")
+        tensor, layer = self.place_of(name)
         return self.keys[tensor].replace("{layer}", layer).replace("{expert}", "*") if tensor in self.keys else name
 
     @property

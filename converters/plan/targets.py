@@ -78,8 +78,7 @@ def plan_huggingface(
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets)
     index = index and huggingface.with_originals(index, source.spec)
-    further = {item.key for item in source.tensors if item.slot.replica and MTP in item.slot.rule.conditions}
-    further |= (index or {"weight_map": {}})["weight_map"].keys()
+    further = _further_copies(source, index)
     carried = assets.carried_assets(source)
     carried |= dict(assets.records(source.root)) if source.format == FSDP.name else {}
     spec, texts, notes = source.spec, {}, list[str]()
@@ -104,6 +103,20 @@ def plan_huggingface(
     copies = {name: path for name, path in carried.items() if name not in texts} | assets.own_family(spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
     return replace(plan, notes=tuple(notes))
+
+
+def _further_copies(source: Checkpoint, index: Mapping[str, Any] | None) -> set[str]:
+    """The keys of copies of tensors that are written: those in the index, and those in MTP layers of the source.
+
+    In Megatron's layers there are none of embedding and head, in the Hub's there are: without an index, all of them.
+    """
+    from formats.megatron.details import Megatron
+
+    copies = [(placed.key, placed.slot) for placed in source.tensors]
+    if index is None and isinstance(source.details, Megatron):
+        copies = [(slot.keys[0], slot) for slot in huggingface.model_slots(source.spec)]
+    in_layers = {key for key, slot in copies if slot.replica and MTP in slot.rule.conditions}
+    return in_layers if index is None else in_layers | index["weight_map"].keys()
 
 
 def _apply_template(carried: Mapping[str, Path], template: str, count: int | None, source: Checkpoint) -> Applied:

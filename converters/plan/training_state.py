@@ -10,7 +10,7 @@ from converters.plan.plan import MASTERS, Job, Plan, cast_dtypes, make_plan
 from converters.plan.request import Request
 from converters.plan.state_jobs import state_jobs, tensors_of
 from converters.plan.targets import plan_fsdp, plan_mds, plan_megatron, plan_nanotron
-from converters.plan.universal import UNTAKEN
+from converters.plan.universal import UNSAID, UNTAKEN
 from formats.checkpoint import Checkpoint, Target
 from formats.deepspeed.mds import optimizer as mds_optimizer
 from formats.deepspeed.mds import writer as mds_writer
@@ -101,7 +101,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
         order = dict.fromkeys("muon" if isinstance(group, Muon) else "adamw" for group in optimizer.groups.values())
         notes.append(f"it loads into get_state_dict(model, [{', '.join(order)}]), the optimizers in this order")
     if not optimizer.groups:
-        notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
+        notes.append(f"{UNSAID}: set_optimizer_state_dict of torch asks for them")
 
     jobs = state_jobs(source, moments.states, target=plan.target)
     same = _reader_of_same(optimizer.step, optimizer.groups)

@@ -41,6 +41,8 @@ from formats.torch_files import saved_names
 
 UNTAKEN = "the learning rate schedule, random states and the place in the data are not carried"
 """The note on what of a training is no optimizer state."""
+UNSAID = "the source has no rate, betas and weight decay"
+"""The beginning of the note on an optimizer without settings."""
 
 
 def is_partitioned(path: Path, tag: str | None) -> bool:
@@ -124,7 +126,8 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
     groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer, step)
     parameters = [each for group in groups.values() for each in group]
-    group_names = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
+    most = 2 if optimizer.groups else len(parameters)  # groups of the training, which loads no states of further ones
+    group_names = [*groups] * (1 if len(groups) > 1 else most)  # the loader passes over what it has no group for
     settings = [{**_settings(group), "params": [number]} for number, group in enumerate(group_names)]
     model = _model(step, optimizer.samples, groups.values()) | {"buffer_names": buffers}
     small = universal.texts(parameters, settings, model, 1)
@@ -140,7 +143,8 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     described = "; ".join(f"{_settings_text(group)} ({len(members)} parameters)" for group, members in groups.items())
     order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {described}"
     target = replace(target, copies=copies)
-    notes = (order, UNTAKEN, *_not_restored(buffers), *_not_in_stage_3(opened))
+    unsaid = [] if optimizer.groups else [f"{UNSAID}: DeepSpeed trains on with those of the training that loads it"]
+    notes = (order, *unsaid, UNTAKEN, *_not_restored(buffers), *_not_in_stage_3(opened))
     read = replace(source, files=files, dropped=())
     return Plan(read, source.spec, jobs, target, notes, read_back, remembered=True)
 

@@ -88,7 +88,8 @@ def read(source: Checkpoint) -> Optimizer:
     samples = model.get("global_samples")
     if MOMENTUM in states:
         muon.require_whole_matrices(model, str(source.home))
-    groups = _groups([states[state] for state in ("exp_avg", MOMENTUM) if state in states], owners)
+    moments = [states[state] for state in ("exp_avg", MOMENTUM) if state in states]
+    groups = _groups(moments, owners) if owners else {}
     _require_kept(source.home, groups, states)
     return Optimizer(states, int(step), groups, samples if type(samples) is int else None)
 
@@ -103,7 +104,8 @@ def _require_kept(where: Path, groups: Mapping[Any, AnyGroup], states: Collectio
         UnsupportedError: there are more states, such as the zeros of DeepSpeed's Lion on CPUs (ops/lion/cpu_lion.py),
             or fewer.
     """
-    carried, kinds = [state for state in CARRIED if state in states and state != "fp32"], {*map(type, groups.values())}
+    kinds = {*map(type, groups.values())} or {Group}
+    carried = [state for state in CARRIED if state in states and state != "fp32"]
     known = [state for state in CARRIED if any(state in MOMENTS[kind] for kind in kinds)]
     if carried != known:
         raise UnsupportedError(
@@ -168,7 +170,9 @@ def _owners(partitions: Iterable[Partition], configs: Mapping[str, Any]) -> Owne
 def _universal(
     tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collection[str], configs: Mapping[str, Any]
 ) -> tuple[float, Owners]:
-    """Return the step of a universal checkpoint and the settings of its parameters.
+    """Return the step of a universal checkpoint and the settings of its parameters; no settings if no group has any.
+
+    Groups without any are those written here of a source without settings: an optimizer's own have a rate at least.
 
     `shapes` maps the parameters of each flat group to their shapes, `module` has the names in the module, `configs`
     are those of `_by_number`.
@@ -187,6 +191,11 @@ def _universal(
     made = universal.numbers_of_steps(tag, (name for group in shapes for name in group), common)
     if made.unknown:
         raise SourceError(f"{tag / 'zero' / made.unknown} does not say how many steps its optimizer has made")
+    step = next(iter(made.first), 0.0)
+    if settings and all(group.keys() == {"params"} for group in settings):
+        for name in trained:
+            zero_partitions.require_known(tag, (path.stem for path in (tag / "zero" / name).iterdir()))
+        return step, {}
     owners: dict[Path, Sequence[tuple[int, AnyGroup]]] = {}
     for number, group in enumerate(shapes):
         for name in group:
@@ -195,7 +204,7 @@ def _universal(
             if number not in groups:
                 raise SourceError(f"{tag}: no group of its optimizer holds the parameters of group {number}")
             owners[folder / "exp_avg.pt"] = [(0, groups[number])]
-    return next(iter(made.first), 0.0), owners
+    return step, owners
 
 
 def _by_number(

@@ -7,6 +7,7 @@ a CRC-32C, which tensorstore compares; chunks have no checksum, and neither has 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from math import prod
@@ -151,7 +152,8 @@ def _open(store: Store, name: str) -> Any:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    return {"driver": "file", "path": f"{folder.absolute()}/"}
+    """Return the store of a folder, under a path without links and `..`, which tensorstore does not take."""
+    return {"driver": "file", "path": f"{os.path.realpath(folder)}/"}
 
 
 @lru_cache(maxsize=1)

@@ -362,6 +362,22 @@ def test_a_part_of_one(convert, tmp_path):
     refused(convert("inspect", at.parent), 3, "holds 1 checkpoint", f"name one: {at}")
 
 
+@pytest.mark.parametrize("name", ["llama_state", "mistral_files"])
+def test_a_path_with_dots_and_a_link(convert, tmp_path, monkeypatch, name):
+    """tensorstore refuses dots, and a link's parent is that of the folder that it leads to."""
+    at = copied(tmp_path / "a", name)
+    assert convert("maxtext2hf", at, tmp_path / "plain").code == 0
+    (tmp_path / "b/c").mkdir(parents=True)
+    (tmp_path / "b/c/link").symlink_to(at.parent)
+    monkeypatch.chdir(tmp_path / "b")
+    for number, path in enumerate(("../a/run/1000", "c/link/../run/1000")):
+        out = tmp_path / f"out{number}"
+        ran = convert("maxtext2hf", path, out)
+        assert ran.code == 0, ran.err
+        file = "model.safetensors"
+        assert (out / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+
+
 def test_one_in_a_store(convert, monkeypatch):
     monkeypatch.setattr(checkpoint, "is_remote", lambda path: True)
     refused(convert("inspect", GOLDEN / "mixtral/checkpoint"), 4, "is in a store", "copy it to a disk")

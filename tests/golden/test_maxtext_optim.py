@@ -136,6 +136,45 @@ def test_what_inspect_says(convert):
     assert json.loads(ran.out)["optimizer"] == {"states": ["exp_avg", "exp_avg_sq"], "step": MADE}
 
 
+def test_into_deepspeed_and_out_of_it(convert, tmp_path):
+    """Without a rate, as there is none: what is written says none, says so, and is read as an Adam."""
+    import torch
+
+    source, config = HERE / "qwen3_state/checkpoint", HERE / "qwen3_state"
+    assert convert("hf2fsdp", source, tmp_path / "fsdp", "--config", config, "--with-optimizer").code == 0
+    out = tmp_path / "universal"
+    ran = convert("zero2universal", source, out, "--config", config)
+    assert ran.code == 0, ran.err
+    assert "the source has no rate, betas and weight decay: DeepSpeed trains on with those of the training" in ran.err
+    path = next(out.glob("*/zero/optimizer_state.pt"))
+    saved = torch.load(path, weights_only=True)
+    names = [folder.name for folder in path.parent.iterdir() if folder.is_dir()]
+    assert saved["param_groups"] == [{"params": [number]} for number in range(len(names))], "for any training's groups"
+    ran = convert("hf2fsdp", out, tmp_path / "back", "--with-optimizer")
+    assert ran.code == 0, ran.err
+    assert "the source has no rate, betas and weight decay: set_optimizer_state_dict" in ran.err
+    before, after = resumed(tmp_path / "fsdp"), resumed(tmp_path / "back")
+    for one, other in zip(before.model.parameters(), after.model.parameters(), strict=True):
+        assert one.equal(other)
+        assert all(value.equal(after.states[other][state]) for state, value in before.states[one].items())
+    ran = convert("hf2megatron", out, tmp_path / "run", "--with-optimizer", "--format", "torch_dist")
+    refused(ran, 4, "does not say with which rate, betas, eps and weight decay Adam trains")
+    of_radam = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    torch.save({**saved, "param_groups": [of_radam | group for group in saved["param_groups"]]}, path)
+    (out / path.parent.parent.name / "vitruvian.json").unlink()
+    refused(convert("hf2fsdp", out, tmp_path / "no", "--with-optimizer"), 4, "its optimizer is of an unknown kind")
+
+
+def test_a_training_that_counts_other_steps(convert, tmp_path):
+    import tensorstore
+
+    at = shutil.copytree(HERE / "qwen3_state/checkpoint", tmp_path / "run/3")
+    store = {"driver": "ocdbt", "base": f"file://{at / 'items'}/", "path": "step/"}
+    tensorstore.open({"driver": "zarr3", "kvstore": store}, open=True, write=True).result().write(5).result()
+    ran = convert("hf2fsdp", at, tmp_path / "out", "--config", HERE / "qwen3_state", "--with-optimizer")
+    refused(ran, 4, "has made different numbers of steps: ", "opt_state.0.count = 4", "step = 5")
+
+
 def without(*names: str) -> Callable[[dict[str, Any]], None]:
     """What drops the arrays from a _METADATA whose names have all of these."""
 
@@ -157,6 +196,7 @@ def of_adam_pax(tree: dict[str, Any]) -> None:
     [
         (without("opt_state", "mu", "wo"), 3, "holds no exp_avg of decoder.layers_0.mlp.wo.kernel"),
         (without("opt_state", "2", "count"), 3, "holds no number opt_state.2.count"),
+        (without("step"), 3, "holds no number step"),
         (of_adam_pax, 4, "only MaxText's adamw is carried"),
         (without("opt_state"), 3, "holds no optimizer"),
     ],

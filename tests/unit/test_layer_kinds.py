@@ -15,8 +15,8 @@ from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.megatron.args.args import from_megatron, to_megatron
 from formats.megatron.args.flags import choose_version
 from formats.registry import open_checkpoint
-from tests.golden.test_mtp import with_second
-from tests.models import settings_of
+from tests.golden.test_mtp import add_copies, with_second
+from tests.models import files, settings_of
 
 EPSILON = {"rms_norm_eps": 1e-6}
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -228,6 +228,18 @@ def test_a_config_that_counts_the_layer_among_those_of_the_decoder(model, conver
             ran = convert(command, source, tmp_path / "out", *options)
             reason = f"number {layers} of them predicts a further token: it has model.layers.{layers}.eh_proj.weight"
             assert (ran.code, reason in ran.err) == (3, True), ran.err
+
+
+def test_copies_in_a_layer_that_predicts_a_second_token_come_out_of_megatron_as_on_the_hub(model, convert, tmp_path):
+    """After FSDP no index travels along; one that does says which copies there were."""
+    source = with_second(model("deepseek_v3"), tmp_path / "hf")
+    assert convert("hf2fsdp", source, tmp_path / "fsdp").code == 0
+    for name in ("hf", "fsdp"):
+        if name == "fsdp":
+            add_copies(source)
+        assert convert("hf2megatron", tmp_path / name, tmp_path / "run", "--force").code == 0
+        assert convert("megatron2hf", tmp_path / "run", tmp_path / f"{name} out").code == 0
+        assert files(tmp_path / f"{name} out")["model.safetensors"] == files(source)["model.safetensors"]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -198,6 +198,21 @@ def test_a_comparison_is_a_page_that_says_where_and_how(changed, convert, tmp_pa
     assert convert("diff", first, second, "--html", tmp_path / "diff.html").code == 7  # a page is not replaced
 
 
+def test_a_comparison_of_a_model_that_a_table_describes_with_one_that_none_does(model, convert, tmp_path):
+    other, page = shutil.copytree(model("mixtral"), tmp_path / "other"), tmp_path / "diff.html"
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    ran = convert("diff", model("mixtral"), other, "--html", page)
+    assert (ran.code, "one is described by a table, the other is not" in ran.out) == (6, True), ran.err
+    query = "model.layers.2.self_attn.q_proj.weight"
+    assert re.search(rf"{re.escape(query)} +only in the second", ran.out)
+    kinds = {kind["name"]: kind for kind in facts(page)["kinds"]}
+    assert kinds["query"]["key"] == query.replace(".2.", ".0-3.")
+    assert [each["layer"] for each in kinds["query"]["tensors"]] == ["0", "1", "2", "3"]
+    ((layer, text),) = ((each["layer"], each["text"]) for each in kinds[query]["tensors"])
+    assert (layer, text) == (None, f"{query}, only in the second")
+
+
 def test_distances_are_those_of_numpy_whatever_the_tiles():
     import numpy as np
 

@@ -38,7 +38,7 @@ def facts(differences: Differences, one: Path, two: Path) -> dict[str, Any]:
 
 
 def _tensor(differences: Differences, each: Difference) -> dict[str, Any]:
-    layer = each.name.partition(".")[2] if differences.keys else ""
+    _, layer = differences.place_of(each.name)
     text = ", ".join(filter(None, (differences.key_of(each.name), each.what, numbers([each]))))
     distances = _distances(each.distances) if each.distances and each.count else None
     return {"layer": layer or None, "text": text, "count": each.count, "distances": distances}

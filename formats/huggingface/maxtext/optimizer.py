@@ -4,13 +4,18 @@
     opt_state.0.nu.params.decoder…    the second
     opt_state.0.count                 how many steps were made
     opt_state.2.count                 the same, for the schedule of the learning rate
+    step                              the same, for the training
 
 Its parameters are what it trains: there are no further master weights. Learning rate, betas, epsilon and weight decay
 are in none of its files. Its other optimizers have other names: `adam_pax` has `opt_state.mu`, with moments that are
 corrected for their bias.
 
-Facts: maxtext 0.2.5 (PyPI), optimizers/optimizers.py (`get_optimizer`, `adam_pax`); optax 0.2.8 `adamw`, whose moments,
-without `adam_eps_root`, are those of torch's AdamW.
+The three numbers are the same: gradients are accumulated within a step, and a training that skips steps
+(`skip_step_on_spikes`) has its states under other names.
+
+Facts: maxtext 0.2.5 (PyPI), optimizers/optimizers.py (`get_optimizer`, `adam_pax`); the same and
+trainers/pre_train/train.py at e591f30cb of 2026-08-22 for steps; optax 0.2.8 `adamw`, whose moments, without
+`adam_eps_root`, are those of torch's AdamW.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ MOMENT = re.compile(r"opt_state\.0\.(?P<state>mu|nu)\.params\.(?P<key>.+)")
 """The name of a moment of a parameter."""
 STATES = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 """Moment: its name in torch."""
-COUNTS = ("opt_state.0.count", "opt_state.2.count")
+COUNTS = ("opt_state.0.count", "opt_state.2.count", "step")
 WITHOUT = "convert the weights without --with-optimizer"
 
 
@@ -61,7 +66,8 @@ def read(source: Checkpoint) -> Optimizer:
 
 def _read(source: Checkpoint) -> Optimizer:
     tree = read_tree(source.home)
-    names = [name for name in map(".".join, tree.names) if name.startswith(OPTIMIZER)]
+    every = [*map(".".join, tree.names)]
+    names = [name for name in every if name.startswith(OPTIMIZER)]
     if not names:
         raise SourceError(f"{source.root} holds no optimizer", "take the checkpoint of a training, with its opt_state")
     moments: dict[str, dict[str, str]] = {state: {} for state in STATES.values()}
@@ -72,7 +78,7 @@ def _read(source: Checkpoint) -> Optimizer:
         raise UnsupportedError(
             f"{source.home}: its optimizer keeps {some(others, 3)}, and only MaxText's adamw is carried", WITHOUT
         )
-    described = arrays(tree.store, names)
+    described = arrays(tree.store, dict.fromkeys([*names, *(name for name in every if name in COUNTS)]))
     of_states = {state: _state(source, state, keys, tree, described) for state, keys in moments.items()}
     return Optimizer(of_states, _step(source, tree, described), {})
 
@@ -109,7 +115,7 @@ def _step(source: Checkpoint, tree: Tree, described: Mapping[str, Array]) -> int
 
     Raises:
         SourceError: the number is missing, or none from 1 on.
-        UnsupportedError: the schedule of the learning rate has counted another number.
+        UnsupportedError: the schedule of the learning rate or the training has counted another number.
     """
     counts = dict[str, int]()
     for name in COUNTS:

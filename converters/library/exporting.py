@@ -142,7 +142,7 @@ class Exporter:
         self, out: Place, push: str | None = None, waiting: int = 1, options: Mapping[str, Any] | None = None
     ) -> None:
         self.options = possible(push, waiting, options or {})
-        self.out, self.push, self.waiting = absolute(path_of(out, "out")), push, waiting
+        self.out, self.push, self.waiting = absolute(path_of(out, "out", ())), push, waiting
         self.home, self.process = current_folder(), os.getpid()
         self.exports: list[Export | None] = []
         self.told = set[str]()
@@ -189,7 +189,7 @@ class Exporter:
                 path.
         """
         self._require_own()
-        folder = absolute(path_of(checkpoint, "checkpoint"))
+        folder = absolute(path_of(checkpoint, "checkpoint", ()))
         with self.condition:
             if self.closed:
                 raise UsageError("the exporter is closed", "start another one")

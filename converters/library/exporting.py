@@ -134,8 +134,8 @@ class Exporter:
         options: the options of `vitruvian.convert`, such as `config` and `dtype`.
 
     Raises:
-        UsageError: an option is unknown or has an impossible value, `push` is not a valid name on the Hub, or the
-            system starts no further thread.
+        UsageError: an option is unknown or has an impossible value, `push` is not a valid name on the Hub, `out` is
+            an address in a store, or the system starts no further thread.
     """
 
     def __init__(

@@ -217,10 +217,11 @@ def others_inside(path: Path) -> list[str]:
     """
     from formats.detect.rivals import ONE_MODEL
 
-    names = names_in(path)
-    forms = [form for form in FORMATS.values() if form.detect(path, names)]
-    if not (path / ONE_MODEL).is_file():
-        forms = forms[:1]
+    if (path / ONE_MODEL).is_file():
+        names = names_in(path)
+        forms = [form for form in FORMATS.values() if form.detect(path, names)]
+    else:
+        forms = [form for form in [detected(path)] if form]
     own = [part for form in forms for part in _parts(path, form)]
     found, folders = list[str](), _subfolders(path)
     for folder in folders:  # which grows

@@ -34,7 +34,7 @@ STORES = ("s3", "gs", "az", "https", "http")
 """The schemes of addresses in other stores."""
 WRITTEN = ("s3", "gs", "az", SCHEME[:-2])
 """The schemes of addresses that can be written."""
-READ = (*WRITTEN, "https", "http")
+READ = (*STORES, SCHEME[:-2])
 """The schemes of addresses that can be read."""
 ADDRESS = re.compile(r"([A-Za-z][\w+.-]+):/", re.A)
 """The beginning of an address, also of one in a Path, which joins two slashes."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.assets import files as assets
-from converters.assets.replaceable import foreign
+from converters.assets.replaceable import reason_to_keep
 from converters.common.atomic import put_in_place, stoppable, sync_path
 from converters.common.disk_space import require_space
 from converters.common.progress import Progress
@@ -332,15 +332,15 @@ def _check_free(request: Request) -> None:
     """Refuse an OUT that is neither absent, nor empty, nor a checkpoint that may be replaced."""
     place = request.place
     if place.is_dir() and any(place.iterdir()):
-        check_replaceable(request, lambda: foreign(place))
+        check_replaceable(request)
 
 
-def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> None:
+def check_replaceable(request: Request, odd: Sequence[str] | None = None) -> None:
     """Refuse to replace anything at OUT but one checkpoint, with --force.
 
     Args:
         request: what the user asked for.
-        others: gives the files at OUT that no checkpoint has.
+        odd: the files at OUT that no checkpoint has, where they are known.
 
     Raises:
         OutputError: OUT may not be replaced.
@@ -358,10 +358,10 @@ def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> 
             f"{request.out} holds {len(iterations)} checkpoints: {some(iterations, 4)}",
             "--force deletes one checkpoint, not a training; remove it yourself",
         )
-    if odd := others():
+    if reason := reason_to_keep(place, odd):
         raise OutputError(
-            f"{request.out} holds what no checkpoint has: {some(odd, 4)}",
-            "--force deletes checkpoints only; move that elsewhere, or remove the folder yourself",
+            f"{request.out} {reason}",
+            "--force deletes one checkpoint and nothing else; move that elsewhere, or remove the folder yourself",
         )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.deepspeed import MDS, NEOX, ZERO
-from formats.errors import RefusedError, SourceError, some
+from formats.errors import RefusedError, SourceError, VitruvianError, some
 from formats.format import Format
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE, MAXTEXT, MISTRAL, NANOTRON
@@ -200,6 +201,85 @@ def steps(run: Path) -> list[str]:
     names = sorted(path.name for path in run.iterdir() if path.is_dir())
     named = (ITERATION, runs.STEPS, NUMBER)
     return [name for name in names if any(pattern.fullmatch(name) for pattern in named)]
+
+
+def others_inside(path: Path) -> list[str]:
+    """The checkpoints, and the adapters of PEFT, in a checkpoint's folder that are no part of that checkpoint.
+
+    Args:
+        path: the folder of a checkpoint, or of a run with one.
+
+    Returns:
+        Their paths, relative to the folder. Links lead elsewhere, and are left out.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    from formats.detect.rivals import ONE_MODEL
+
+    if (path / ONE_MODEL).is_file():
+        names = names_in(path)
+        forms = [form for form in FORMATS.values() if form.detect(path, names)]
+    else:
+        forms = [form for form in [detected(path)] if form]
+    own = [part for form in forms for part in _parts(path, form)]
+    found, folders = list[str](), _subfolders(path)
+    for folder in folders:  # which grows
+        if any(part.is_relative_to(folder) for part in own) or not _is_checkpoint(folder):
+            folders += _subfolders(folder)
+        else:
+            found.append(str(folder.relative_to(path)))
+    return sorted(found)
+
+
+def _parts(path: Path, form: Format) -> list[Path]:
+    """The folders in which a checkpoint of a format has its weights and its optimizer: `path`, or folders in it."""
+    if form in (MEGATRON, DIST, MEGATRON_FSDP):
+        from formats.megatron.folders import locate
+
+        with suppress(SourceError):  # of a run whose tracker names no iteration that is there
+            return [locate(path)[1]]
+    elif form in (MDS, NEOX, ZERO):
+        from formats.deepspeed.folders import holds, likely
+
+        return [path] if holds(path) else likely(path)
+    elif form is FSDP:
+        from formats.fsdp.checkpoint import INSIDE
+        from formats.fsdp.contents import lister
+        from formats.fsdp.optimizer import FOLDER
+
+        return [next(path / inside for inside in INSIDE if lister(path / inside)), path / FOLDER]
+    elif form is NANOTRON:
+        from formats.huggingface.nanotron.checkpoint import locate as located
+
+        return [located(path)]
+    elif form is MAXTEXT:
+        from formats.huggingface.maxtext.checkpoint import locate as items_of
+
+        return [items_of(path)]
+    return [path]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, a damaged one too, or an adapter of PEFT; not the `ASSETS` of a checkpoint."""
+    from formats.huggingface.lora_config import CONFIG
+
+    try:
+        form = detected(path)
+    except VitruvianError:
+        return True
+    if form is HUGGINGFACE:  # with an index alone it is what a checkpoint keeps of its model for the way back
+        return any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    return form is not None or (path / CONFIG).is_file()
+
+
+def _subfolders(path: Path) -> list[Path]:
+    """The subfolders of a folder, without links."""
+    from formats.disk.handle import is_remote
+
+    if is_remote(path):
+        return [child for child in path.iterdir() if child.is_dir()]
+    return [path / entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
 
 
 def _check_assets(checkpoint: Checkpoint, path: Path) -> None:

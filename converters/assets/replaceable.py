@@ -1,4 +1,4 @@
-"""Which folders `--force` deletes: those in which every file has a name that a checkpoint or a training gives.
+"""Which folders `--force` deletes: of one checkpoint, whose files all have names that it or its training gives them.
 
 People work in their run folders. A text, a repository or source code beside the weights are the user's own: their names
 are in no table here, and no pattern is general, such as any `.txt`, `.md`, `.py` or `.json`.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from converters.assets.trusted import TRAVELS
+from formats.errors import some
+from formats.registry import others_inside
 
 AS_THEY_TRAVEL = ("weights, and what goes with them", "settings", "tokenizers", "chat templates")
 NAMES = {
@@ -49,3 +52,17 @@ def foreign(folder: Path) -> list[str]:
         paths += [str(inside / name) for name in entered if name.startswith(".")]
         folders[:] = [name for name in entered if not name.startswith(".")]
     return sorted(paths)
+
+
+def reason_to_keep(folder: Path, odd: Sequence[str] | None = None) -> str:
+    """What a checkpoint's folder holds besides, for which it is not deleted, as a predicate; empty if nothing.
+
+    Args:
+        folder: the folder of a checkpoint.
+        odd: the files in it that no checkpoint has, where they are known (`foreign`).
+    """
+    if others := others_inside(folder):
+        several = f"{len(others)} other checkpoints" if len(others) > 1 else "another checkpoint"
+        return f"holds {several}: {some(others, 4)}"
+    odd = foreign(folder) if odd is None else odd
+    return f"holds what no checkpoint has: {some(odd, 4)}" if odd else ""

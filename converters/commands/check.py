@@ -12,7 +12,7 @@ import click
 
 from converters.commands.options import (
     FILE,
-    FOLDER,
+    SOURCE,
     ShareType,
     as_json,
     effort,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @command()
-@click.argument("src", type=FOLDER)
+@click.argument("src", type=SOURCE)
 @click.option("--tensors", is_flag=True, help="Print the digest of every logical tensor too.")
 @reading
 @weights
@@ -67,8 +67,8 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 
 
 @command()
-@click.argument("out", type=FOLDER)
-@click.argument("src", type=FOLDER, required=False)
+@click.argument("out", type=SOURCE)
+@click.argument("src", type=SOURCE, required=False)
 @click.option(
     "--part",
     "share",
@@ -200,8 +200,8 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
 
 
 @command()
-@click.argument("one", type=FOLDER)
-@click.argument("two", type=FOLDER)
+@click.argument("one", type=SOURCE)
+@click.argument("two", type=SOURCE)
 @click.option("--tensors", is_flag=True, help="List every tensor that differs.")
 @click.option("--html", type=FILE, metavar="FILE", help="Which tensors differ, and where and how, as one page.")
 @reading

@@ -7,7 +7,17 @@ from typing import Any
 
 import click
 
-from converters.commands.options import FOLDER, deepspeed_reading, opened, reading, settings_of, shard_size, writing
+from converters.commands.options import (
+    FOLDER,
+    OUTPUT,
+    SOURCE,
+    deepspeed_reading,
+    opened,
+    reading,
+    settings_of,
+    shard_size,
+    writing,
+)
 from converters.commands.running import ADAPTER_OF_BRIDGE, carry_out, output_of, request_of
 from converters.common.cli_help import command
 from formats.errors import UsageError
@@ -27,8 +37,8 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 
 @command()
-@click.argument("checkpoints", metavar="CKPT...", type=FOLDER, nargs=-1, required=True)
-@click.argument("out", type=FOLDER)
+@click.argument("checkpoints", metavar="CKPT...", type=SOURCE, nargs=-1, required=True)
+@click.argument("out", type=OUTPUT)
 @click.option("--weights", type=Weights(), metavar="W,W,...",
               help="The weight of each CKPT, in their order, 1 in all.  [default: equal ones]")  # fmt: skip
 @click.option("--ema", type=float, metavar="DECAY",
@@ -66,9 +76,9 @@ def average(
 
 
 @command()
-@click.argument("base", type=FOLDER)
+@click.argument("base", type=SOURCE)
 @click.argument("adapter", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@click.argument("out", type=OUTPUT)
 @shard_size
 @deepspeed_reading
 @reading
@@ -92,9 +102,9 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> None:
 
 
 @command()
-@click.argument("base", type=FOLDER)
+@click.argument("base", type=SOURCE)
 @click.argument("adapter", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@click.argument("out", type=OUTPUT)
 @click.option(
     "--lora",
     "kind",

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from converters.commands.options import (
-    FOLDER,
     NAMED,
+    OUTPUT,
+    SOURCE,
     adapter,
     archive,
     at_iteration,
@@ -113,17 +114,17 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 
 
 @command()
-@click.argument("src", type=FOLDER, required=False)
-@click.argument("out", type=FOLDER, required=False)
+@click.argument("src", type=SOURCE, required=False)
+@click.argument("out", type=OUTPUT, required=False)
 @shard_size
 @chat_template
 @adapter
 @click.option(
     "--push", "repo", type=NAMED, metavar="ORG/NAME", help="Then send OUT to the Hub, as `convert push` does."
 )
-@click.option("--fsdp_checkpoint_path", "old_src", type=FOLDER, hidden=True)
-@click.option("--consolidated_model_path", "old_out", type=FOLDER, hidden=True)
-@click.option("--hf_model_path_or_name", "--HF_model_path_or_name", "old_config", type=FOLDER, hidden=True)
+@click.option("--fsdp_checkpoint_path", "old_src", type=SOURCE, hidden=True)
+@click.option("--consolidated_model_path", "old_out", type=OUTPUT, hidden=True)
+@click.option("--hf_model_path_or_name", "--HF_model_path_or_name", "old_config", type=SOURCE, hidden=True)
 @reading_of(FSDP)
 @writing
 @click.pass_context

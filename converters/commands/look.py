@@ -11,7 +11,7 @@ import click
 
 from converters.commands.options import (
     FILE,
-    FOLDER,
+    SOURCE,
     as_json,
     dtype,
     experts,
@@ -56,7 +56,7 @@ class Planned(click.Choice):  # type: ignore[type-arg]  # generic since click 8.
 
 
 @command()
-@click.argument("src", type=FOLDER)
+@click.argument("src", type=SOURCE)
 @click.option("--tensors", is_flag=True, help="List every physical tensor.")
 @click.option("--html", type=FILE, metavar="FILE", help="Settings, tensors by kind and files, as one page.")
 @reading
@@ -101,7 +101,7 @@ def _inspected(src: Path, options: Mapping[str, Any], tensors: bool) -> dict[str
 
 
 @command()
-@click.argument("src", type=FOLDER)
+@click.argument("src", type=SOURCE)
 @click.option(
     "--to",
     type=Planned([*TARGETS]),
@@ -144,7 +144,7 @@ def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **o
 @command()
 @click.argument("format_name", metavar="FORMAT")
 @click.argument("key", default="")
-@click.option("--model", type=FOLDER, metavar="SRC", help="Draw the sizes of this checkpoint.  [default: Llama-3 8B]")
+@click.option("--model", type=SOURCE, metavar="SRC", help="Draw the sizes of this checkpoint.  [default: Llama-3 8B]")
 @click.option("--tp", type=click.IntRange(1), help="Tensor parallel size.  [default: 2]")
 @click.option("--svg", type=FILE, metavar="FILE", help="A picture of the same tensors in every format, side by side.")
 @own_family

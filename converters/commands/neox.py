@@ -12,6 +12,8 @@ import click
 
 from converters.commands.options import (
     FOLDER,
+    OUTPUT,
+    SOURCE,
     accept,
     as_json,
     chat_template,
@@ -39,11 +41,11 @@ ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
 
 
 @command()
-@click.argument("src", type=FOLDER, required=False)
-@click.argument("out", type=FOLDER, required=False)
-@click.option("--input_dir", "old_src", type=FOLDER, hidden=True)  # the flags of GPT-NeoX's own script
-@click.option("--output_dir", "old_out", type=FOLDER, hidden=True)
-@click.option("--config_file", "old_config", type=FOLDER, hidden=True)
+@click.argument("src", type=SOURCE, required=False)
+@click.argument("out", type=OUTPUT, required=False)
+@click.option("--input_dir", "old_src", type=SOURCE, hidden=True)  # the flags of GPT-NeoX's own script
+@click.option("--output_dir", "old_out", type=OUTPUT, hidden=True)
+@click.option("--config_file", "old_config", type=SOURCE, hidden=True)
 @click.option("--architecture", type=click.Choice([*ARCHITECTURES.values()]), hidden=True)
 @click.option("--precision", type=click.Choice(["auto", "bf16", "fp16", "fp32"]), hidden=True)
 @deepspeed_reading

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from converters.common.cores import CEILING, MOST, cores
+from converters.common.hub_names import READ, WRITTEN, require_scheme
 from converters.plan.request import LONG
 from formats.errors import SourceError
 from formats.format import Format
@@ -38,14 +39,32 @@ class Filled(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 
 
 class FilledPath(Filled, click.Path):
-    """An option type: a path. Whether it exists is checked where it is opened, for a better error."""
+    """An option type: a path. Whether it exists is checked where it is opened, for a better error.
+
+    Addresses are refused except for those of the schemes that are `taken`.
+    """
+
+    def __init__(self, taken: Collection[str] = (), **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+        self.taken = taken
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse a path.
+
+        Raises:
+            UsageError: it is an address that is not taken.
+        """
+        require_scheme(value, self.taken)
+        return super().convert(value, param, ctx)
 
 
 class FilledText(Filled, click.types.StringParamType):
     """An option type: a name, or a name or a path."""
 
 
-FILE = FOLDER = FilledPath(path_type=Path)
+FILE = FOLDER = FilledPath()
+SOURCE, OUTPUT = FilledPath(READ), FilledPath(WRITTEN)
+"""A checkpoint that is read or written: a folder, or an address in a store."""
 NAMED = FilledText()
 
 
@@ -118,7 +137,7 @@ def _learn(context: click.Context, _: click.Parameter, path: Path | None) -> Fam
     return family
 
 
-places = option_group(click.argument("src", type=FOLDER), click.argument("out", type=FOLDER))
+places = option_group(click.argument("src", type=SOURCE), click.argument("out", type=OUTPUT))
 own_family = click.option(
     "--family", type=FOLDER, metavar="FILE", callback=_learn,
     help="A family of your own, in TOML: the table and the settings of a model that `convert formats` does not list.",
@@ -136,7 +155,7 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
     return option_group(
         click.option("--vocab-size", type=click.IntRange(1), metavar="N",
                      help="True vocabulary, where the checkpoint only knows a padded one."),
-        click.option("--config", type=FOLDER, metavar="BASE",
+        click.option("--config", type=SOURCE, metavar="BASE",
                      help="Hugging Face folder (or ORG/NAME in the Hub's cache): settings and tokenizer."),
         click.option("--verbatim", is_flag=True, hidden=hidden["verbatim"],
                      help="Copy every tensor under its own name, without the table of a family, and where no file says "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from converters.commands.options import FOLDER
+from converters.commands.options import OUTPUT, SOURCE
 from converters.common.cli_help import command
 from formats.errors import UsageError
 from formats.format import Format
@@ -74,8 +74,8 @@ def detect_format(path: Path) -> Format | None:
 
 @command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("target", metavar="FORMAT")
-@click.argument("src", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@click.argument("src", type=SOURCE)
+@click.argument("out", type=OUTPUT)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THAT COMMAND]")
 @click.pass_context
 def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequence[str]) -> None:

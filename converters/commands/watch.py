@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +114,7 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
     from converters.library.options import Conversion, checked
     from converters.library.watch_log import Watch
     from formats.detect import commits
-    from formats.errors import SourceError, UsageError, some
+    from formats.errors import SourceError, UsageError
     from formats.model.settings import parse_settings
 
     if options["keep_every"] and not options["keep"]:
@@ -152,10 +152,10 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
                 + (f", {export.url}" if export.url else "")
             )
 
-    def tell_removed(model: Path, own: Sequence[str]) -> None:
+    def tell_removed(model: Path, reason: str) -> None:
         shown = options["out"] / model.name
-        if own:
-            text = f"{shown} holds what no checkpoint has: {some(own, 4)}; --keep leaves it, delete it yourself"
+        if reason:
+            text = f"{shown} {reason}; --keep leaves it, delete it yourself"
             click.echo(printable(f"note: {text}"), err=True)
         elif not options["quiet"]:
             click.echo(printable(f"{shown}: deleted, as --keep says"), err=options["as_json"])

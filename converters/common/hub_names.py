@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
+from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -30,6 +32,12 @@ SCHEME = "hf:/"
 MAIN = "main"
 STORES = ("s3", "gs", "az", "https", "http")
 """The schemes of addresses in other stores."""
+WRITTEN = ("s3", "gs", "az", SCHEME[:-2])
+"""The schemes of addresses that can be written."""
+READ = (*STORES, SCHEME[:-2])
+"""The schemes of addresses that can be read."""
+ADDRESS = re.compile(r"([A-Za-z][\w+.-]+):/", re.A)
+"""The beginning of an address, also of one in a Path, which joins two slashes."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Variables that keep huggingface_hub off the network (2.4.0, constants.py)."""
 
@@ -125,10 +133,35 @@ def _on_hub(address: str, below: str) -> ResolvedFolder:
     return ResolvedFolder(folder, f"{address} is read from the Hub, revision {commit}")
 
 
-def scheme_of(path: Path) -> str:
-    """The scheme of an address in a store, such as `s3`; empty for a path without one."""
-    scheme, address, _ = str(path).partition(":/")
-    return scheme if address else ""
+def scheme_of(path: str | PathLike[str]) -> str:
+    """The scheme of an address, such as `s3`; empty for a path without one."""
+    address = ADDRESS.match(str(path))
+    return address[1] if address else ""
+
+
+def require_scheme(path: str | PathLike[str], taken: Collection[str]) -> None:
+    """Refuse an address that is not taken where a path is named: as a path, it would be one of a folder `s3:`.
+
+    Args:
+        path: what the user wrote.
+        taken: the schemes of the addresses that are taken: `READ`, `WRITTEN`, or none.
+
+    Raises:
+        UsageError: it is an address with another scheme.
+    """
+    scheme = scheme_of(path)
+    if not scheme or scheme in taken:
+        return
+    if scheme.lower() == "file":
+        raise UsageError(f"{path} is an address", f"write the path alone: /{str(path)[len('file:/') :].lstrip('/')}")
+    if scheme.lower() in taken:
+        raise UsageError(f"{path}: the scheme {scheme} is not known", f"it is written {scheme.lower()}://…")
+    if not taken:
+        raise UsageError(f"{path} is an address, and only a path of this machine is taken here")
+    hint = f"what can be: a folder of this machine, {', '.join(f'{name}://…' for name in taken)}"
+    if scheme.lower() in READ:
+        raise UsageError(f"{path} can be read, and not written", hint)
+    raise UsageError(f"{path}: addresses with {scheme}:// can be neither read nor written", hint)
 
 
 def place_of(path: Path) -> Path:
@@ -137,12 +170,8 @@ def place_of(path: Path) -> Path:
     Raises:
         UsageError: the path is an address that nothing can be written to.
     """
-    scheme = scheme_of(path)
-    if scheme in ("http", "https"):
-        raise UsageError(
-            f"{path} can be read, and not written", "OUT is a folder, s3://…, gs://…, az://… or hf://ORG/NAME"
-        )
-    if scheme not in (*STORES, SCHEME[:-2]):
+    require_scheme(path, WRITTEN)
+    if not scheme_of(path):
         return path
     from converters.remote.path import remote
 

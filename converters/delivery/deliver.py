@@ -210,7 +210,7 @@ def check_free(request: Request, present: Sequence[str]) -> None:
         OutputError: OUT may not be replaced.
     """
     if present:
-        check_replaceable(request, lambda: [name for name in present if not is_known_name(name.rpartition("/")[2])])
+        check_replaceable(request, [name for name in present if not is_known_name(name.rpartition("/")[2])])
 
 
 def _each(

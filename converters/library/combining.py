@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from converters.common.hub_names import WRITTEN
 from converters.library.conversion import Converted, carry_out, request_from
 from converters.library.options import (
     NUMBER,
@@ -91,7 +92,7 @@ def average(
     weights, reading = weights_of(len(paths), given, ema), _settings(given_options)
     with known_family(given_options) as family:
         sources = open_all(paths, reading, family)
-        request = request_from(path_of(out, "out"), given_options, sources[0])
+        request = request_from(path_of(out, "out", WRITTEN), given_options, sources[0])
         plan = plan_average(sources, weights, request, to, output_of(given_options), given_options.get("replicas"))
         return _carried(plan, request)
 
@@ -116,8 +117,8 @@ def merge(
     reading = _settings(given)
     with known_family(given) as family:
         source = open_only(path_of(base, "base"), reading, family)
-        request = request_from(path_of(out, "out"), given, source)
-        saved = read(path_of(adapter, "adapter"))
+        request = request_from(path_of(out, "out", WRITTEN), given, source)
+        saved = read(path_of(adapter, "adapter", ()))
         plan = plan_merge(source, saved, request, lambda opened: plan_output(opened, request, to, output_of(given)))
         return _carried(plan, request)
 
@@ -147,8 +148,8 @@ def peft2megatron(
     reading = _settings(given)
     with known_family(given) as family:
         source = open_only(path_of(base, "base"), reading, family)
-        request = request_from(path_of(out, "out"), given, source)
-        saved = read(path_of(adapter, "adapter"))
+        request = request_from(path_of(out, "out", WRITTEN), given, source)
+        saved = read(path_of(adapter, "adapter", ()))
         kind, tp, iteration = given.get("lora", "canonical"), given.get("tp", 1), given.get("iteration", 0)
         plan = plan_bridge(source, saved, request, kind, tp, iteration)
         return _carried(plan, request)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.common.hub_names import place_of
+from converters.common.hub_names import WRITTEN, place_of
 from converters.common.manifest import total
 from converters.common.progress import size
 from converters.convert import check_paths, check_room, run, run_share
@@ -245,7 +245,7 @@ def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Un
         OutputError: OUT exists, or there is no room.
         Interrupted: a signal came.
     """
-    done = _convert(path_of(src, "src"), path_of(out, "out"), None, to, options)
+    done = _convert(path_of(src, "src"), path_of(out, "out", WRITTEN), None, to, options)
     assert isinstance(done, Converted)
     return done
 
@@ -268,7 +268,7 @@ def convert_part(
     numbers = list(part) if isinstance(part, tuple | list) else []
     if [type(number) for number in numbers] != [int, int] or not 1 <= numbers[0] <= numbers[1]:
         raise UsageError(f"part = {part!r} is none such as (1, 8) or (8, 8)")
-    done = _convert(path_of(src, "src"), path_of(out, "out"), Share(*part), to, options)
+    done = _convert(path_of(src, "src"), path_of(out, "out", WRITTEN), Share(*part), to, options)
     assert isinstance(done, Part)
     return done
 

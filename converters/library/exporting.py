@@ -134,15 +134,15 @@ class Exporter:
         options: the options of `vitruvian.convert`, such as `config` and `dtype`.
 
     Raises:
-        UsageError: an option is unknown or has an impossible value, `push` is not a valid name on the Hub, or the
-            system starts no further thread.
+        UsageError: an option is unknown or has an impossible value, `push` is not a valid name on the Hub, `out` is
+            an address in a store, or the system starts no further thread.
     """
 
     def __init__(
         self, out: Place, push: str | None = None, waiting: int = 1, options: Mapping[str, Any] | None = None
     ) -> None:
         self.options = possible(push, waiting, options or {})
-        self.out, self.push, self.waiting = absolute(path_of(out, "out")), push, waiting
+        self.out, self.push, self.waiting = absolute(path_of(out, "out", ())), push, waiting
         self.home, self.process = current_folder(), os.getpid()
         self.exports: list[Export | None] = []
         self.told = set[str]()
@@ -189,7 +189,7 @@ class Exporter:
                 path.
         """
         self._require_own()
-        folder = absolute(path_of(checkpoint, "checkpoint"))
+        folder = absolute(path_of(checkpoint, "checkpoint", ()))
         with self.condition:
             if self.closed:
                 raise UsageError("the exporter is closed", "start another one")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from converters.common.cores import CEILING, cores
+from converters.common.hub_names import READ, require_scheme
 from converters.plan.output import DEFAULTS, Output
 from converters.plan.request import GONE, LONG, WHOLE, Limits
 from formats.checkpoint import Settings
@@ -230,15 +231,21 @@ def checked(options: Mapping[str, Any], names: Collection[str], kinds: Mapping[s
     return stated
 
 
-def path_of(value: object, what: str) -> Path:
+def path_of(value: object, what: str, taken: Collection[str] = READ) -> Path:
     """A path that the caller gave, absolute if it exists, since the current folder may change.
 
+    Args:
+        value: the path.
+        what: the name of the parameter.
+        taken: the schemes of the addresses that are taken (`require_scheme`).
+
     Raises:
-        UsageError: the value is no path, or so long a one that no file system has it.
+        UsageError: the value is no path, or so long a one that no file system has it; or an address that is not taken.
         SourceError, OutputError: the system does not tell whether it exists, such as for lack of rights.
     """
     if not isinstance(value, str | PathLike) or not PLACE.holds(value):
         raise UsageError(f"{what} = {short(value)} is no path")
+    require_scheme(value, taken)
     path = Path(value)
     try:
         return path.absolute() if path.exists() else path

@@ -42,8 +42,8 @@ class Watch:
         keep_every: models of steps that this divides are kept too.
         idle: seconds without a new checkpoint after which the watch is over.
         tell: called with the result of each checkpoint.
-        tell_removed: called with each model that is not kept, and the files in it for which it stays where it is; it
-            is deleted if there are none.
+        tell_removed: called with each model that is not kept, and the reason for which it stays where it is; it is
+            deleted if there is none.
     """
 
     run: Path
@@ -54,7 +54,7 @@ class Watch:
     keep_every: int | None = None
     idle: float = float("inf")
     tell: Callable[[Export], object] = lambda _: None
-    tell_removed: Callable[[Path, Sequence[str]], object] = lambda *_: None
+    tell_removed: Callable[[Path, str], object] = lambda *_: None
 
     @property
     def place(self) -> Path:

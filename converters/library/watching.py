@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from converters.assets.replaceable import foreign
+from converters.assets.replaceable import reason_to_keep
 from converters.common.atomic import handling_signals
 from converters.common.manifest import read_manifest, total
 from converters.library.conversion import plan
@@ -266,7 +266,7 @@ def _state(export: Export, before: Record | None) -> str:
 def _remove(watch: Watch) -> None:
     """Delete the models that are not kept: each is renamed out of its place in one step, then its files are deleted.
 
-    One in which the user has put files of their own is left where it is, whatever becomes of these files.
+    One in which the user has put files or checkpoints of their own is left where it is, whatever becomes of these.
     """
     latest = last(records(watch))
     steps = {name: record["step"] for name, record in latest.items() if record["state"] == "converted"}
@@ -276,14 +276,15 @@ def _remove(watch: Watch) -> None:
             if claim is None or record["state"] != "converted":
                 continue
             model, old = watch.out / name, watch.place / f"{name}.old"
-            there, own = model.exists(), foreign(model)
-            if there and not own:
+            there = model.exists()
+            reason = reason_to_keep(model) if there else ""
+            if there and not reason:
                 shutil.rmtree(old, ignore_errors=True)
                 model.rename(old)
             shutil.rmtree(old, ignore_errors=True)
-            note(watch, name, "left" if own else "removed", step=record["step"], mark=record["mark"])
+            note(watch, name, "left" if reason else "removed", step=record["step"], mark=record["mark"])
             if there:
-                watch.tell_removed(model, own)
+                watch.tell_removed(model, reason)
 
 
 def require_all(watch: Watch) -> None:

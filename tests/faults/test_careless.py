@@ -21,7 +21,7 @@ from converters.move.journal import sealed
 from converters.plan.request import Request, named_of
 from formats.errors import OutputError, SourceError
 from formats.huggingface.folder import read_config
-from formats.registry import open_checkpoint
+from formats.registry import is_known, open_checkpoint, others_inside
 from tests.chat import worlds
 from tests.faults.dcp_tools import refused
 from tests.models import files
@@ -230,14 +230,14 @@ def test_what_a_training_leaves_goes_with_a_checkpoint(model, convert, tmp_path)
 
 @pytest.mark.parametrize("command", ["hf2hf", "hf2megatron", "hf2fsdp", "hf2neox", "zero2universal"])
 def test_what_we_write_can_be_replaced(model, convert, tmp_path, command):
-    from converters.assets.replaceable import foreign
+    from converters.assets.replaceable import reason_to_keep
 
     source = model()
     if command == "zero2universal":
         convert("hf2megatron", source, tmp_path / "run", "--iteration", 3)
         source = add_optimizer(tmp_path / "run", "plain")
     assert convert(command, source, tmp_path / "out").code == 0
-    assert foreign(tmp_path / "out") == []
+    assert reason_to_keep(tmp_path / "out") == ""
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -315,6 +315,100 @@ def test_a_training_is_not_replaced(model, convert, tmp_path):
     assert files(tmp_path / "run") == before
     ran = convert("digest", tmp_path / "run")
     assert (ran.code, f"hint: name one: {tmp_path}/run/global_step4" in ran.err) == (3, True)
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def _put(model, convert, what, place):
+    """A checkpoint of some kind in a folder."""
+    if "/" in what:
+        shutil.copytree(GOLDEN / what, place)
+    elif what == "universal":
+        run = place.parents[1] / "run"
+        assert convert("hf2megatron", model(), run, "--iteration", 3).code == 0
+        assert convert("zero2universal", add_optimizer(run, "plain"), place).code == 0
+    elif "2" in what:
+        assert convert(what, model(), place).code == 0
+    else:
+        shutil.copytree(model(), place)
+    if what == "adapter":
+        (place / "config.json").unlink()
+        (place / "model.safetensors").rename(place / "adapter_model.safetensors")
+        (place / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("out", "inside", "name"),
+    [
+        ("hf2hf", "huggingface", "sft"),
+        ("hf2hf", "huggingface", "runs/best/of/all"),
+        ("hf2hf", "huggingface", "checkpoint-3"),
+        ("hf2hf", "adapter", "lora"),
+        ("hf2hf", "hf2megatron", "megatron"),
+        ("hf2hf", "hf2fsdp", "actor"),
+        ("hf2hf", "neox/llama-fp32-tp2", "neox"),
+        ("hf2hf", "universal", "universal"),
+        ("hf2hf", "nanotron/llama_tp2", "nanotron"),
+        ("hf2hf", "maxtext/gemma2/checkpoint", "items"),
+        ("hf2hf", "mistral/dense", "mistral"),
+        ("hf2megatron", "huggingface", "sft"),
+        ("hf2megatron", "huggingface", "release/sft"),
+        ("hf2neox", "huggingface", "global_step0/sft"),
+        ("hf2fsdp", "hf2fsdp", "ema"),
+    ],
+)
+def test_a_checkpoint_inside_another_is_not_deleted_with_it(model, convert, tmp_path, out, inside, name):
+    """Whatever its folder is called, and however deep it is."""
+    place = tmp_path / "m"
+    assert convert(out, model(), place).code == 0
+    _put(model, convert, inside, place / name)
+    before = files(place)
+    ran = convert(out, model(), place, "--force")
+    assert (ran.code, f"{place} holds another checkpoint: {name}\n" in ran.err) == (7, True), ran.err
+    assert files(place) == before
+    shutil.rmtree(place / name)
+    assert convert(out, model(), place, "--force").code == 0
+
+
+def test_all_checkpoints_inside_are_counted_and_links_are_not(model, convert, tmp_path):
+    out = Path(shutil.copytree(model(), tmp_path / "m"))
+    (out / "link").symlink_to(model())
+    for name in "abcde":
+        shutil.copytree(model(), out / name)
+    ran = convert("hf2hf", model(), out, "--force")
+    assert (ran.code, f"{out} holds 5 other checkpoints: a, b, c, d and 1 more\n" in ran.err) == (7, True), ran.err
+
+
+def test_weights_in_the_folder_for_the_way_back_are_a_model(model, convert, tmp_path):
+    out = tmp_path / "m"
+    assert convert("hf2megatron", model(), out).code == 0
+    shutil.copy(model() / "model.safetensors", out / "huggingface")
+    refused(convert("hf2megatron", model(), out, "--force"), 7, "holds another checkpoint: huggingface")
+
+
+@pytest.mark.parametrize("saved_at_once", [True, False])
+def test_the_shards_of_the_trainer_are_those_of_its_model(model, tmp_path, saved_at_once):
+    """As `transformers` saves both into one folder, for which its `trainer_state.json` stands."""
+    out = Path(shutil.copytree(model(), tmp_path / "checkpoint-5"))
+    (out / "latest").write_text("global_step5")
+    shards = ("global_step5/mp_rank_00_model_states.pt", "pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata")
+    for name in (*shards, *(["trainer_state.json"] if saved_at_once else [])):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).touch()
+    parts = sorted(Path(name).parent.name for name in shards)
+    assert others_inside(out) == ([] if saved_at_once else parts)
+
+
+def test_no_part_of_a_checkpoint_is_another_one():
+    """Of the programs whose files are here."""
+    nested = ("maxtext/*/checkpoint", "nanotron/*", "nanotron/optimizer/*", "neox/*", "mds/*", "bridge/*", "verl/*/*",
+              "megatron_lm/*/*", "megatron_llm/*/trained", "megatron_0192/*", "old_torch/llama/*", "olmo_core/*/step*",
+              "peft/*/checkpoint", "torchtitan/*/step-1")  # fmt: skip
+    for pattern in nested:
+        checkpoints = [*filter(is_known, GOLDEN.glob(pattern))]
+        assert checkpoints, pattern
+        assert {path: others for path in checkpoints if (others := others_inside(path))} == {}
 
 
 def test_an_output_that_came_into_being_meanwhile_is_kept(model, convert, tmp_path, monkeypatch):

@@ -80,6 +80,19 @@ def test_what_the_user_has_put_into_a_model_is_not_deleted(convert, run, tmp_pat
     assert (ran.out, ran.err) == ("", ""), "it is said once"
 
 
+def test_a_model_inside_a_model_is_not_deleted(convert, run, tmp_path):
+    out = tmp_path / "out"
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
+    shutil.copytree(out / "step-2", out / "step-1/sft")
+    shutil.copytree(run / "step-2", run / "step-3", dirs_exist_ok=True)
+    ran = convert(*argv, "--keep", "1")
+    text = f"note: {out}/step-1 holds another checkpoint: sft; --keep leaves it, delete it yourself"
+    assert (ran.code, ran.err.count(text), ran.out.count(f"{out}/step-2: deleted")) == (75, 1, 1), ran.err
+    assert vitruvian.verify(out / "step-1/sft", run / "step-2").equal
+    assert vitruvian.verify(out / "step-1", run / "step-1").equal
+
+
 def test_a_model_of_an_earlier_save_is_told(model, convert, tmp_path):
     """Not `converted`, which it was: the checkpoint is another one now."""
     run, out = tmp_path / "run", tmp_path / "out"

@@ -112,6 +112,12 @@ def test_an_output_that_exists_is_not_overwritten(bucket, model, here, convert):
     ran = convert("to", "huggingface", source, "s3://models/out", "--force")
     assert ran.code == 7
     assert "holds what no checkpoint has: thesis.tex" in ran.err
+    vitruvian.convert(source, "s3://models/out/deep/sft")
+    before = bucket.names("models", "out")
+    ran = convert("to", "huggingface", source, "s3://models/out", "--force")
+    assert ran.code == 7
+    assert "s3://models/out holds another checkpoint: deep/sft\n" in ran.err
+    assert bucket.names("models", "out") == before
 
 
 def test_a_name_that_is_too_long_for_the_folder_of_the_work(bucket, model, here):

@@ -139,6 +139,8 @@ def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
         (PLAIN + "optim: {lr: 5.0}\n", [], "optim is given twice, in lines 4 and 6"),
         (PLAIN + "lora:\n", [], "lora is empty"),
         (PLAIN, ["--save.keep", "true"], "keep is true, which is no value for it"),
+        (PLAIN, ["--save.path", "s3://b/run"], "s3:/b/run is an address, and only a path of this machine is taken"),
+        (PLAIN, ["--data.train", "[gcs://b/P]"], "gcs:/b/P is an address, and only a path of this machine is taken"),
         (PLAIN, ["--optim.lr", ".inf"], r"optim\.lr"),
         (PLAIN, ["--optim.betas", "[0.9, 1]"], r"optim\.betas"),
         (PLAIN, ["--seed", "-1"], "seed"),
@@ -316,7 +318,7 @@ def test_a_folder_of_ones_own_does_not_give_way_to_the_start(start, init):
     note.write_text("mine")
     assert folder_of(config)[0] == own
     (base / "tokenizer.json").write_text("{}")
-    with pytest.raises(OutputError, match=r"start, which has to be made again, holds other files too: notes\.txt"):
+    with pytest.raises(OutputError, match=r"which has to be made again, holds what no checkpoint has: notes\.txt"):
         folder_of(config)
     note.unlink()
     assert folder_of(config)[0] == own

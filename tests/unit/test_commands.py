@@ -5,19 +5,25 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import click
 import pytest
 
+import vitruvian
+from converters.cli import cli as convert_cli
 from converters.commands.options import Size
+from converters.common.hub_names import READ, WRITTEN, scheme_of
 from formats import families
+from formats.errors import UsageError
 from formats.model import accepted
 from formats.registry import FORMATS
 from tests.faults.dcp_tools import refused
 from tests.megatron_runs import with_args
 from tests.models import files, settings_of
+from train.cli import cli as train_cli
 
 
 def test_help_names_every_command_and_exit_code(convert):
@@ -76,6 +82,88 @@ def test_an_empty_path_is_not_the_current_folder(model, convert, tmp_path, monke
     refused(ran, 2, "it is empty")
     assert "Invalid value for" in ran.err
     assert not (tmp_path / "out").exists()
+
+
+def _paths(command, before):
+    """Each argument and option of the commands of a group that is a path, with the words that name its command."""
+    if isinstance(command, click.Group):
+        for name, member in command.commands.items():
+            yield from _paths(member, (*before, name))
+        return
+    for parameter in command.params:
+        if isinstance(parameter.type, click.Path):
+            yield before, command, parameter
+
+
+EVERY_PATH = [
+    found for name, group in (("convert", convert_cli), ("train", train_cli)) for found in _paths(group, (name,))
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "parameter"),
+    [found[1:] for found in EVERY_PATH],
+    ids=[f"{' '.join(words)} {parameter.name}" for words, _, parameter in EVERY_PATH],
+)
+def test_no_path_is_an_address_that_is_not_taken(tmp_path, monkeypatch, command, parameter):
+    """As a path, it would be that of a folder `s3:` here."""
+    monkeypatch.chdir(tmp_path)
+    Path("a:b/c").mkdir(parents=True)
+    context = click.Context(command)
+    assert parameter.type.taken in ((), READ, WRITTEN)
+    for scheme in (
+        "s3",
+        "gs",
+        "az",
+        "hf",
+        "https",
+        "S3",
+        "HF",
+        "Https",
+        "gcs",
+        "abfs",
+        "ftp",
+        "memory",
+        "file",
+        "File",
+    ):
+        if scheme in parameter.type.taken:
+            assert scheme_of(parameter.type.convert(f"{scheme}://one/two", parameter, context)) == scheme
+            continue
+        for address in (f"{scheme}://one/two", f"{scheme}:///one/two", f"{scheme}:/one/two"):
+            with pytest.raises(UsageError, match=re.escape(address)):
+                parameter.type.convert(address, parameter, context)
+    assert parameter.type.convert("a:b/c", parameter, context) == Path("a:b/c")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "hint"),
+    [
+        (["hf2hf", "HF", "S3://bucket/m"], "S3://bucket/m: the scheme S3 is not known", "it is written s3://…"),
+        (["hf2hf", "HF", "HF://acme/m"], "HF://acme/m: the scheme HF is not known", "it is written hf://…"),
+        (["hf2hf", "HF", "gcs://bucket/m"], "gcs:// can be neither read nor written", "s3://…, gs://…, az://…, hf://…"),
+        (["to", "hf", "HF", "memory://m"], "memory:// can be neither read nor written", "a folder of this machine"),
+        (["hf2hf", "HF", "file:///one/two"], "file:///one/two is an address", "write the path alone: /one/two"),
+        (["hf2hf", "HF", "https://one/two"], "https://one/two can be read, and not written", "hf://…"),
+        (["digest", "ftp://one/two"], "ftp:// can be neither read nor written", "http://…"),
+        (["watch", "HF", "--out", "s3://b/m", "--once"], "s3://b/m is an address, and only a path of this machine", ""),
+        (["inspect", "HF", "--html", "s3://b/p.html"], "s3://b/p.html is an address, and only a path", ""),
+    ],
+)
+def test_an_address_that_is_not_taken_is_refused(model, convert, tmp_path, monkeypatch, argv, message, hint):
+    monkeypatch.chdir(tmp_path)
+    refused(convert(*(model() if word == "HF" else word for word in argv)), 2, message, hint)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_library_takes_no_other_addresses(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for out in ("gcs://bucket/m", Path("S3://bucket/m"), "file:///one/two"):
+        with pytest.raises(UsageError):
+            vitruvian.convert(model(), out)
+    with pytest.raises(UsageError, match="only a path of this machine"):
+        vitruvian.exporter("s3://bucket/models")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("argv", [["run", ""], ["eval", "RUN", "--checkpoint", ""], ["eval", "RUN", "--ppl", ""]])

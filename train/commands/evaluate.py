@@ -26,7 +26,7 @@ from formats.errors import UsageError
 @click.option(
     "--ppl",
     "texts",
-    type=FilledPath(path_type=Path, exists=True, file_okay=False),
+    type=FilledPath(exists=True, file_okay=False),
     metavar="FOLDER",
     help="Instead of the validation sets: its *.jsonl, records with text.",
 )

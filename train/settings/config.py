@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+from converters.common.hub_names import require_scheme
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -40,6 +42,15 @@ class _Part(BaseModel):
             if isinstance(value, bool) and info is not None and info.annotation is not bool:
                 raise ValueError(f"{name} is {str(value).lower()}, which is no value for it")
         return data
+
+    @field_validator("*")
+    @classmethod
+    def _no_address(cls, value: Any) -> Any:
+        """Refuse an address where a path is expected: it would be one of a folder `s3:`."""
+        for path in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:
+            if isinstance(path, Path):
+                require_scheme(path, ())
+        return value
 
 
 class Model(_Part):

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from formats.checkpoint import Checkpoint, Settings
 from formats.disk.json_file import read_json
-from formats.errors import OutputError, SourceError, UnsupportedError, UsageError, some
+from formats.errors import OutputError, SourceError, UnsupportedError, UsageError
 from formats.huggingface.folder import INDEX, SINGLE
 from formats.model.spec import Verbatim
 from formats.registry import FORMATS, open_checkpoint
@@ -131,7 +131,7 @@ def _claimed(out: Path) -> Path:
     Raises:
         OutputError: without a record, what is there is not of this trainer; or other files are in the folder.
     """
-    from converters.assets.replaceable import foreign
+    from converters.assets.replaceable import reason_to_keep
     from converters.common.atomic import write_file
 
     record, elsewhere = _record_of(out), "move it elsewhere, or take another save.path"
@@ -143,8 +143,8 @@ def _claimed(out: Path) -> Path:
                 "folder that the run starts from",
                 elsewhere,
             )
-    if out.is_dir() and (odd := foreign(out)):
-        raise OutputError(f"{out}, which has to be made again, holds other files too: {some(odd, 4)}", elsewhere)
+    if out.is_dir() and (reason := reason_to_keep(out)):
+        raise OutputError(f"{out}, which has to be made again, {reason}", elsewhere)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_file(record, b"")
     return record

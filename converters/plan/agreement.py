@@ -250,8 +250,10 @@ def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     if changed or not verbatim or first.config is None or other.config is None:
         return changed
     written = config_differences(first.config, other.config)
-    read = [config_as_read(config) for config in (first.config, other.config)] if written else []
-    return written if None in read or not read else config_differences(*read)
+    if not written:
+        return []
+    one, two = config_as_read(first.config), config_as_read(other.config)
+    return written if one is None or two is None else config_differences(one, two)
 
 
 APART = "config.json differs in keys that no tensor depends on"

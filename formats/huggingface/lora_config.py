@@ -67,7 +67,9 @@ HOLDS: Mapping[str, Callable[[Any], bool]] = {
 }
 """Whether a value is what a setting has to be."""
 COPY = "copy the one that PEFT wrote"
-PEFT_MERGES = "merge it with PEFT: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT)"
+PEFT_MERGES = (
+    "merge it with PEFT, if it can: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT)"
+)
 
 
 def read_config(places: Sequence[Path]) -> dict[str, Any]:

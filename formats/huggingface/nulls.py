@@ -16,7 +16,7 @@ NULLABLE = {
 }  # fmt: skip
 """Keys that may be null in every family: null has a meaning, or is the same as no key (transformers 5.23.0, the config
 class of each). Such keys of one family are in the file of the family. Null in any other key that a table reads is
-refused by the class, or its model fails; transformers 4 took it for false."""
+refused by the class, its model fails, or it derives a value; transformers 4 took it for false."""
 MEANT = {"q_lora_rank"}
 """Of these, the keys whose null is a value, and not the default of the class: queries without a latent."""
 ROTARY = {
@@ -60,8 +60,8 @@ def require_values(config: Mapping[str, Any], family: Family, keys: Collection[s
     )
     if nulls:
         raise SourceError(
-            f"{where} says {nulls[0]} = null, which transformers 5 refuses and version 4 took for false",
-            "give the key its value; without the key, it has the default of its class",
+            f"{where} says {nulls[0]} = null, which transformers 4 took for false, and 5 refuses or derives",
+            "give the key its value; without the key, it has the default of its class, which may be another",
         )
 
 

@@ -227,7 +227,7 @@ def test_an_adapter_of_an_embedding_that_the_head_shares(convert, tmp_path):
     assert (ran.code, "which embedding and output head" in ran.err) == (5, True), ran.err
     save_file({key.replace(".language_model.", ".words."): tensor for key, tensor in load_file(file).items()}, file)
     ran = convert("merge", source, tmp_path / "adapter", tmp_path / "out")
-    assert (ran.code, "names that are not known here: merge it with PEFT" in ran.err) == (3, True), ran.err
+    assert (ran.code, "names that are not known here: merge it with PEFT, if it can" in ran.err) == (3, True), ran.err
 
 
 def test_it_comes_out_of_trainings_and_goes_into_megatron(convert, tmp_path):

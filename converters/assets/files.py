@@ -100,8 +100,8 @@ def _is_of_other_weights(source: Checkpoint) -> bool:
 
 
 def has_floats_alone(source: Checkpoint) -> bool:
-    """Whether no tensor of a checkpoint has a type of quantized weights."""
-    return set(source.dtypes().values()) <= set(FLOATS)
+    """Whether no tensor of a checkpoint has a type of quantized weights: all are floats, or positions and masks."""
+    return set(source.dtypes().values()) <= {*FLOATS, "I64", "BOOL"}
 
 
 def quantization_notes(source: Checkpoint) -> Iterator[str]:

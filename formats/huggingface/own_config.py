@@ -20,13 +20,23 @@ from formats.model.spec import ModelSpec, Spec, computing_differences
 CONFIG = "config.json"
 IDLE = (
     "vocab_size", "tie_word_embeddings", "output_router_logits", "router_aux_loss_coef", "output_attentions",
-    "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "use_cache",
+    "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "use_cache", "auto_map",
+    "task_specific_params", "max_length", "min_length", "num_beams", "forced_decoder_ids", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
     *(name for name in OF_NO_MODEL if name != "layer_types"),
 )  # fmt: skip
 """Keys in which the two configs of a model without a table may differ: shapes and names of the weights tell the first
 two, and no logit depends on the others. The same holds of the ids of special tokens (`SPECIAL`)."""
-SPECIAL = tuple(f"{kind}_token_id" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start"))
-"""Ends of the keys of tokens that no layer looks for, as it does for those of images."""
+SPECIAL = {f"{kind}_token_id" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")}
+"""Keys of tokens that no layer looks for, as it does for those of images; `PAD` is looked for in `PLACED_BY_PAD`."""
+PAD = "pad_token_id"
+PLACED_BY_PAD = {
+    "camembert", "data2vec-text", "esm", "fsmt", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "m2m_100",
+    "markuplm", "mpnet", "nllb-moe", "prophetnet", "roberta", "roberta-prelayernorm", "trocr", "xglm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+"""Model types whose positions are counted from the id of the padding, or leave it out (transformers 5.23.0,
+modeling_*.py of each, `create_position_ids_from_input_ids` and `padding_idx`)."""
 DERIVED = ("head_dim", "n_inner", "intermediate_size")
 """Sizes that classes of transformers derive in the model where they are null; the shapes of the weights tell them."""
 HINT = "leave --config out, or correct one of them"
@@ -108,10 +118,11 @@ def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, sett
 
 def _comparable(config: Mapping[str, Any], *, nulls: bool = True) -> dict[str, Any]:
     """A config, and those nested in it, without keys in which two may differ; with `nulls` a null is a value."""
+    idle = {*IDLE, *SPECIAL} - ({PAD} if config.get("model_type") in PLACED_BY_PAD else set())
     return {
         name: _comparable(value, nulls=nulls) if isinstance(value, dict) else value
         for name, value in config.items()
-        if not (name in IDLE or name.startswith("_") or name.endswith(SPECIAL))
+        if not (name in idle or name.startswith("_"))
         and not (name == "type" and "rope_type" in config)  # its name in transformers 4
         and (value is not None or (nulls and name not in DERIVED))
     }

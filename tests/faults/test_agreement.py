@@ -621,6 +621,24 @@ def test_the_token_of_an_image_is_no_special_token():
     for settings in (Settings(as_read=dict), Settings()):
         base = {"model_type": "mine", "image_token_id": 99, "pad_token_id": 1}
         assert own_config._key_differences(run, base, settings) == ["image_token_id: 120 | 99"]
+        audio = [{"model_type": "mine", "audio_bos_token_id": number} for number in (11, 12)]
+        assert own_config._key_differences(*audio, settings) == ["audio_bos_token_id: 11 | 12"]
+        kinds = {
+            kind: own_config._key_differences(run | {"model_type": kind}, base | {"model_type": kind}, settings)
+            for kind in ("roberta", "bert")
+        }
+        assert kinds == {
+            "roberta": ["image_token_id: 120 | 99", "pad_token_id: 0 | 1"],
+            "bert": ["image_token_id: 120 | 99"],
+        }
+
+
+def test_settings_of_a_generation_are_no_settings_of_a_model():
+    """Whisper's recipe puts null in place of two lists; `auto_map` begins with the repository of its code."""
+    run = {"model_type": "whisper", "forced_decoder_ids": None, "suppress_tokens": None, "auto_map": {"C": "a--c.C"}}
+    base = {"model_type": "whisper", "forced_decoder_ids": [[1, 2]], "suppress_tokens": [9], "auto_map": {"C": "c.C"}}
+    for settings in (Settings(as_read=dict), Settings()):
+        assert own_config._key_differences(run, base, settings) == []
 
 
 def test_a_rotary_setting_that_one_of_two_configs_lacks():

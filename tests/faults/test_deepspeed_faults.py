@@ -362,6 +362,12 @@ def test_a_yml_that_contradicts_the_one_saved_with_the_weights(neox, convert, ch
     both = f"{other} and the yml saved with the weights contradict each other"
     check_refusal(run, 5, both, "rope_theta: 777.0 | 10000.0", flags=flags)
     assert convert("neox2hf", run, tmp_path / "out", *flags, "--set", "rope_theta=777").code == 0
+    changed(tag, num_attention_heads=None)  # without which it is no model
+    ran = convert("neox2hf", run, tmp_path / "partly", *flags)
+    assert (ran.code, f"note: {other} was not compared with the yml saved with the weights: {tag}" in ran.err) == (
+        0,
+        True,
+    )
     (tag / "configs" / "second.yml").write_text("rotary_emb_base: 5\n")  # the two cannot be read together
     ran = convert("neox2hf", run, tmp_path / "named", *flags)
     assert (ran.code, f"note: {other} was not compared with the yml saved with the weights: {tag}" in ran.err) == (

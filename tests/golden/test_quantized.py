@@ -6,6 +6,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from converters.assets.files import has_floats_alone
 from converters.move.dequantize import read_halves
 from formats.disk.safetensors import Fragment, Scales, row_major
 from formats.errors import UnsupportedError
@@ -227,6 +229,11 @@ def test_keys_for_a_quantization_of_files(nested):
     assert names == [f"text_config.{key}" if nested else key for key in files]
     for value in ({"quant_method": "bitnet"}, None):
         assert without_quantization({"quantization_config": value}) == ({"quantization_config": value}, [])
+
+
+@pytest.mark.parametrize(("dtype", "floats"), [("I64", True), ("BOOL", True), ("I32", False), ("U8", False)])
+def test_a_buffer_of_positions_is_no_quantized_weight(dtype, floats):
+    assert has_floats_alone(SimpleNamespace(dtypes=lambda: {"weight": "BF16", "other": dtype})) == floats
 
 
 @pytest.mark.parametrize("method", [None, "modelopt"])

@@ -154,10 +154,9 @@ def require_same_yml(
         where: what to call the user's yml in an error.
 
     Returns:
-        Notes for the user, on keys of the saved yml that were accepted, or why it cannot be read; and its keys.
+        Notes for the user, on keys of the saved yml that were accepted, or why it describes no model; and its keys.
 
     Raises:
-        SourceError: a setting of the saved yml is missing or no value.
         UnsupportedError: the saved yml describes a model that is not supported.
         RefusedError: the two contradict each other.
     """
@@ -169,7 +168,10 @@ def require_same_yml(
         return [f"{where} was not compared with the yml saved with the weights: {error}"], ()
     name += " (saved with the weights)"
     notes = require_known(config, name, settings.accept)
-    saved = described(config, name)
+    try:
+        saved = described(config, name)
+    except SourceError as error:
+        return [*notes, f"{where} was not compared with the yml saved with the weights: {error}"], config.keys()
     both = f"{where} and the yml saved with the weights"
     require_same_settings(spec, saved, both, "--config | saved", {*settings.values})
     return notes, config.keys()

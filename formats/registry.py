@@ -58,6 +58,13 @@ NUMBER = re.compile(r"\d+")
 """The name of a checkpoint folder in a run of nanotron or MaxText; others have such folders too."""
 SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
 """The name of a shard of a Hugging Face folder, which has an index beside it."""
+MODEL = re.compile(
+    r"(model|pytorch_model|diffusion_pytorch_model|adapter_model|consolidated)([.-][\w-]+)?(\.\w+)?\.(safetensors|bin|pth)"
+    r"|(flax|tf|rust)_model\.\w+|(model|decoder_model)\w*\.onnx|hf_model_\d+_\d+\.pt|(lit_)?model\.(pt|pth)"
+    r"|.+\.(gguf|ckpt)|adapter_config\.json"
+)
+"""The name of a file with a model or an adapter: of the Hub, also without its index, and of formats without a reader
+(Flax, TensorFlow, diffusers, Meta, torchtune, LitGPT, Lightning, ONNX, llama.cpp)."""
 MOST_FOLDERS = 64
 """Most folders that are searched for checkpoints to name in a hint."""
 
@@ -261,16 +268,14 @@ def _parts(path: Path, form: Format) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, a damaged one too, or an adapter of PEFT; not the `ASSETS` of a checkpoint."""
-    from formats.huggingface.lora_config import CONFIG
-
+    """Whether a folder is a checkpoint, a damaged one too, or has a `MODEL`; not the `ASSETS` of a checkpoint."""
     try:
         form = detected(path)
     except VitruvianError:
         return True
-    if form is HUGGINGFACE:  # with an index alone it is what a checkpoint keeps of its model for the way back
-        return any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
-    return form is not None or (path / CONFIG).is_file()
+    if form not in (None, HUGGINGFACE):  # of the latter, with an index alone it is what is kept for the way back
+        return True
+    return any(MODEL.fullmatch(child.name) for child in path.iterdir() if child.is_file())
 
 
 def _subfolders(path: Path) -> list[Path]:

@@ -32,8 +32,9 @@ NAMES = {
     r"|(log|metrics)\.(jsonl|json|csv|txt)|plot\.png",
 }
 """Kind of files: a regular expression of the whole file name, in any case."""
-FOLDERS = re.compile(r"wandb|runs|tensorboard|tb_logs|mlruns|\.cache|__pycache__|\.locks?|custom_generate")
-"""Folders of programs that monitor a training, and of a model's own `generate`, with any contents."""
+FOLDERS = re.compile(r"wandb|mlruns|\.cache|__pycache__|\.locks?|custom_generate")
+"""Folders of programs that copy code and settings of a training, and of a model's own `generate`: with any contents but
+another checkpoint."""
 _KNOWN = re.compile("|".join(f"(?:{names})" for names in NAMES.values()), re.ASCII | re.IGNORECASE | re.DOTALL)
 
 

@@ -380,6 +380,31 @@ def test_all_checkpoints_inside_are_counted_and_links_are_not(model, convert, tm
     assert (ran.code, f"{out} holds 5 other checkpoints: a, b, c, d and 1 more\n" in ran.err) == (7, True), ran.err
 
 
+@pytest.mark.parametrize(
+    "file",
+    ["flax_model.msgpack", "tf_model.h5", "diffusion_pytorch_model.safetensors", "consolidated.00.pth", "m-Q4_K_M.gguf",
+     "lit_model.pth", "last.ckpt", "model.pt", "hf_model_0001_0.pt", "model.onnx", "model-00001-of-00002.safetensors",
+     "pytorch_model-00001-of-00002.bin", "adapter_model.safetensors", "model.fp16.safetensors"],
+)  # fmt: skip
+@pytest.mark.parametrize("folder", ["sft", "wandb/deep/sft"])
+def test_a_model_that_no_reader_knows_is_not_deleted_with_another(model, convert, tmp_path, file, folder):
+    out = Path(shutil.copytree(model(), tmp_path / "m"))
+    (out / folder).mkdir(parents=True)
+    shutil.copy(model() / "model.safetensors", out / folder / file)
+    refused(convert("hf2hf", model(), out, "--force"), 7, f"holds another checkpoint: {folder}")
+    assert (out / folder / file).is_file()
+
+
+def test_texts_beside_the_events_of_a_training_are_kept(model, convert, tmp_path):
+    out = Path(shutil.copytree(model(), tmp_path / "m"))
+    (out / "runs/Nov28_host").mkdir(parents=True)
+    (out / "runs/Nov28_host/events.out.tfevents.1.host").touch()
+    (out / "runs/thesis.txt").touch()
+    refused(convert("hf2hf", model(), out, "--force"), 7, "holds what no checkpoint has: runs/thesis.txt")
+    (out / "runs/thesis.txt").unlink()
+    assert convert("hf2hf", model(), out, "--force").code == 0
+
+
 def test_weights_in_the_folder_for_the_way_back_are_a_model(model, convert, tmp_path):
     out = tmp_path / "m"
     assert convert("hf2megatron", model(), out).code == 0

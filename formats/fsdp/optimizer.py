@@ -209,7 +209,9 @@ def read(source: Checkpoint) -> Optimizer:
                 whole = {key: item.whole for key, item in tensors.items()}
                 placed, _ = match(slots, {ALONE: whole}, (), source.home)
             except SourceError as error:
-                raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
+                others = sorted(whole.keys() - {key for slot in slots for key in slot.keys})
+                hint = f"it has states of {some(others, 2)}, which are no tensors of the model" if others else FROZEN
+                raise SourceError(f"{state} of its optimizer: {error}", error.hint or hint) from None
             by_kind[kind] = {item.key: item for item in placed}
             pieces = tuple(piece for item in placed for piece in place_pieces(item, tensors[item.key]))
             states[state] = replace(source, tensors=pieces, dropped=(), without=without)

@@ -109,6 +109,10 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "a strange step": (lambda s: of(UP)(s).update(step="three"), 3, (f"the step of {UP} is 'three'",)),
     "a large step": (lambda s: of(UP)(s).update(step=of(UP)(s)["exp_avg"]), 4, ("where a number should be",)),
     "frozen": (lambda s: s["optim"]["state"].pop(UP), 3, UP_LOST),
+    "fused in the optimizer alone": (
+        lambda s: s["optim"]["state"].update({"fused.weight": s["optim"]["state"].pop(UP)}), 3,
+        (UP_LOST[0], "it has states of fused.weight, which are no tensors of the model"),
+    ),
     "of a larger model": (
         lambda s: s["optim"]["state"].update(more=of(UP)(s)), 3, ("exp_avg of its optimizer", "more in"),
     ),

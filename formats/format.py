@@ -66,6 +66,8 @@ class Format:
             folder without such a name is of another format, and the reader need not be loaded.
         ranked: whether each rank has tensors of its own in its files.
         replicas: the default policy for further copies of a tensor: `verify`, or `drift`.
+        folders: the name of a module whose `parts` lists the folders that weights and optimizer of a checkpoint are
+            in, given the user's folder; empty where they are in that folder itself.
     """
 
     name: str
@@ -78,11 +80,19 @@ class Format:
     signs: str = ""
     ranked: bool = False
     replicas: str = "verify"
+    folders: str = ""
 
     def detect(self, path: Path, names: Iterable[str] | None) -> bool:
         """Whether a folder looks like this format; `names` are those in the folder and its subfolders, if known."""
         like = re.compile(self.signs).fullmatch
         return (not self.signs or names is None or any(map(like, names))) and self.reader.detect(path)
+
+    def parts(self, path: Path) -> list[Path]:
+        """The folders that weights and optimizer of a checkpoint are in: `path`, or folders in it."""
+        if not self.folders:
+            return [path]
+        parts: list[Path] = import_module(self.folders).parts(path)
+        return parts
 
     @property
     def reader(self) -> Reader:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -229,7 +228,7 @@ def others_inside(path: Path) -> list[str]:
         forms = [form for form in FORMATS.values() if form.detect(path, names)]
     else:
         forms = [form for form in [detected(path)] if form]
-    own = [part for form in forms for part in _parts(path, form)]
+    own = [part for form in forms for part in form.parts(path)]
     found, folders = list[str](), _subfolders(path)
     for folder in folders:  # which grows
         if any(part.is_relative_to(folder) for part in own) or not _is_checkpoint(folder):
@@ -237,34 +236,6 @@ def others_inside(path: Path) -> list[str]:
         else:
             found.append(str(folder.relative_to(path)))
     return sorted(found)
-
-
-def _parts(path: Path, form: Format) -> list[Path]:
-    """The folders in which a checkpoint of a format has its weights and its optimizer: `path`, or folders in it."""
-    if form in (MEGATRON, DIST, MEGATRON_FSDP):
-        from formats.megatron.folders import locate
-
-        with suppress(SourceError):  # of a run whose tracker names no iteration that is there
-            return [locate(path)[1]]
-    elif form in (MDS, NEOX, ZERO):
-        from formats.deepspeed.folders import holds, likely
-
-        return [path] if holds(path) else likely(path)
-    elif form is FSDP:
-        from formats.fsdp.checkpoint import INSIDE
-        from formats.fsdp.contents import lister
-        from formats.fsdp.optimizer import FOLDER
-
-        return [next(path / inside for inside in INSIDE if lister(path / inside)), path / FOLDER]
-    elif form is NANOTRON:
-        from formats.huggingface.nanotron.checkpoint import locate as located
-
-        return [located(path)]
-    elif form is MAXTEXT:
-        from formats.huggingface.maxtext.checkpoint import locate as items_of
-
-        return [items_of(path)]
-    return [path]
 
 
 def _is_checkpoint(path: Path) -> bool:

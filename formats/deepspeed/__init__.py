@@ -3,6 +3,7 @@
 from formats.format import Format
 
 SIGNS = r".*model_states\.pt|latest|latest_universal"
+FOLDERS = "formats.deepspeed.folders"
 
 ZERO = Format(
     "zero",
@@ -13,6 +14,7 @@ ZERO = Format(
     "zero2hf",
     ("verbatim", "allow_missing", "drop", "only", "tag", "weights", "adapter"),
     SIGNS,
+    folders=FOLDERS,
 )
 NEOX = Format(
     "neox",
@@ -25,6 +27,7 @@ NEOX = Format(
     SIGNS,
     ranked=True,
     replicas="drift",  # of norms between tensor parallel ranks, in every long training: the mean is wanted, and told
+    folders=FOLDERS,
 )
 MDS = Format(
     "megatron_deepspeed",
@@ -37,4 +40,5 @@ MDS = Format(
     SIGNS,
     ranked=True,
     replicas="drift",  # of norms, as in GPT-NeoX
+    folders=FOLDERS,
 )

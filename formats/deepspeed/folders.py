@@ -79,6 +79,11 @@ def likely(run: Path) -> list[Path]:
     return [run / (tag if tag in present else present[-1])] if present else []
 
 
+def parts(path: Path) -> list[Path]:
+    """The folder of the tag that is read by default (`Format.folders`)."""
+    return [path] if holds(path) else likely(path)
+
+
 def detect(path: Path) -> bool:
     """Whether a folder is a tag or a run, complete or not; not a run of FSDP, which may have a `latest` too."""
     trackers = [path / name for name in TRACKERS if (path / name).is_file()]

@@ -11,4 +11,5 @@ FSDP = Format(
     "fsdp2hf",
     ("verbatim", "allow_missing", "drop", "only", "container", "adapter"),
     r".*\.(?:metadata|distcp|safetensors|bin|index\.json)|(?:pytorch_model|model_world_size)_.*\.pt",
+    folders="formats.fsdp.optimizer",
 )

@@ -28,6 +28,7 @@ from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, some
 from formats.fsdp import checkpoint as fsdp
 from formats.fsdp import native, nearby_config, numbered, olmo_core
+from formats.fsdp.contents import lister
 from formats.layout.pieces import Scattered, place_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, Slot
@@ -84,6 +85,11 @@ class OptimizerEntries(NamedTuple):
 
 
 # --- finding it ------------------------------------------------------------------------------------------------------
+
+
+def parts(path: Path) -> list[Path]:
+    """The folders of weights and optimizer (`Format.folders`)."""
+    return [next(path / inside for inside in fsdp.INSIDE if lister(path / inside)), path / FOLDER]
 
 
 def is_trained(source: Checkpoint) -> bool:

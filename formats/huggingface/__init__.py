@@ -25,6 +25,7 @@ NANOTRON = Format(
     to_folder="nanotron2hf",
     signs=r"model_config\.json",
     ranked=True,
+    folders="formats.huggingface.nanotron.checkpoint",
 )
 MAXTEXT = Format(
     "maxtext",
@@ -35,4 +36,5 @@ MAXTEXT = Format(
     to_folder="maxtext2hf",
     reader_options=("only",),
     signs="_METADATA",
+    folders="formats.huggingface.maxtext.checkpoint",
 )

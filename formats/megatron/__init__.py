@@ -12,6 +12,7 @@ MEGATRON = Format(
     "formats.megatron.portable_optimizer",
     "megatron2hf",
     ranked=True,
+    folders="formats.megatron.folders",
 )
 ABOUT = "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json"
 DIST = replace(

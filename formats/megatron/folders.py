@@ -46,3 +46,11 @@ def iteration_named(folder: Path) -> int | None:
     """The iteration that the name of a folder says; None for a release, and for a folder of another name."""
     named = re.fullmatch(r"iter_([0-9]{1,18})", folder.name)
     return int(named[1]) if named else None
+
+
+def parts(path: Path) -> list[Path]:
+    """The folder of the iteration that is read (`Format.folders`); `path` where the tracker names none that exists."""
+    try:
+        return [locate(path)[1]]
+    except SourceError:
+        return [path]

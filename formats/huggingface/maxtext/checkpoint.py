@@ -63,6 +63,11 @@ def locate(path: Path) -> Path:
     return path if (path / METADATA).is_file() else path / ITEMS
 
 
+def parts(path: Path) -> list[Path]:
+    """The folder of the arrays (`Format.folders`)."""
+    return [locate(path)]
+
+
 def tables() -> dict[str, tuple[Rule, ...]]:
     """The tensor layouts of the format, by name."""
     return TABLES

@@ -76,6 +76,11 @@ def locate(path: Path) -> Path:
     return path / step if step.isdecimal() and (path / step).is_dir() else path
 
 
+def parts(path: Path) -> list[Path]:
+    """The folder of the step that is read (`Format.folders`)."""
+    return [locate(path)]
+
+
 def tables() -> dict[str, tuple[Rule, ...]]:
     """The tensor layouts of the format, by name."""
     return TABLES

@@ -96,7 +96,8 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     """Prepare every new file in a folder; OUT is only read.
 
     Raises:
-        RefusedError: OUT and BASE would make a mixture of two tokenizers, or the template cannot be applied.
+        RefusedError: OUT and BASE would make a mixture of two tokenizers, a chat template would be lost, or it cannot be
+            applied.
     """
     from converters.assets.chat_template import apply_template, load_template
     from converters.assets.files import files, write
@@ -114,6 +115,8 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
         )
     given = {name: path for name, path in small.items() if not (name in KEPT and name in own)}
     _check_mixture(out, base, own, given)
+    if template is None:
+        _require_template(out, base, own, given)
     text = load_template(template) if template is not None else None
     applied = apply_template(own | given, text, rows) if text is not None else None
     removed = applied.removed if applied else _other_templates(own, given)
@@ -152,6 +155,23 @@ def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given:
         raise RefusedError(
             f"{out} holds {missing[0]}, which {base} lacks: OUT would have parts of two tokenizers",
             f"if it is not needed: rm {out / missing[0]}",
+        )
+
+
+def _require_template(out: Path, base: Path | None, own: Mapping[str, Path], given: Mapping[str, Path]) -> None:
+    """Refuse a BASE without a chat template, where its tokenizer_config.json would replace one that has OUT's."""
+    from converters.assets.token_files import TOKENIZER_CONFIG, held_template, object_of, templates_in
+
+    if held_template(given) is not None:
+        return
+    view = {**own, **given}
+    before, after = (templates_in(object_of(files, TOKENIZER_CONFIG).get("chat_template")) for files in (own, view))
+    kept = {*after, *(["default"] if held_template(view) is not None else [])}
+    if lost := [name for name in before if name not in kept]:
+        raise RefusedError(
+            f"{out / TOKENIZER_CONFIG} holds a chat template ({', '.join(lost)}), and {base} has none: it would be "
+            "lost",
+            "keep it in a file, and give --chat-template FILE",
         )
 
 

@@ -124,6 +124,23 @@ def test_without_a_template_of_base_that_of_out_stays(world):
     assert (out / "chat_template.jinja").read_text() == load_template("chatml")
 
 
+@pytest.mark.parametrize("form", [str, list])
+def test_a_template_in_the_file_that_base_replaces_is_not_lost(world, form):
+    out, base = world
+    config = json.loads((base / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    text = load_template("chatml")
+    of_out = text if form is str else [{"name": "default", "template": text}, {"name": "rag", "template": text}]
+    (out / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": of_out}))
+    before = snapshot(out)
+    with pytest.raises(RefusedError, match=r"holds a chat template \(default.* has none: it would be lost"):
+        run(out, "--from", base)
+    assert snapshot(out) == before
+    (out / "FILE.jinja").write_text(text)
+    run(out, "--from", base, "--chat-template", out / "FILE.jinja")
+    assert (out / "chat_template.jinja").read_text() == text
+
+
 def test_dry_run_writes_nothing(world):
     out, base = world
     before = snapshot(out)

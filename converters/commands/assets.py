@@ -96,7 +96,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     """Prepare every new file in a folder; OUT is only read.
 
     Raises:
-        RefusedError: OUT and BASE would make a mixture of two tokenizers, a chat template would be lost, or it cannot be
+        RefusedError: OUT and BASE would make a mixture of two tokenizers, or a chat template would be lost or cannot be
             applied.
     """
     from converters.assets.chat_template import apply_template, load_template

@@ -108,14 +108,14 @@ CASES = {
         "lora.rank": 16, "lora.dropout": 0.05, "lora.targets": ["all-linear"], "lora.quantize": "nf4",
         "steps.epochs": 1, "schedule.warmup": 0.1, "optim.betas": [0.9, 0.95],
         "log.trackers": ["tensorboard", "mlflow"], "optim.lr": 2e-5, "schedule.style": "linear",
-        "batch.micro": 8, "batch.accumulation": 1, "save.every": 500, "seed": 42,
+        "batch.micro": 8, "batch.accumulation": 1, "save.every": 500, "seed": 42, "model.dtype": "bf16",
     }, ["dataset_name", "eval_steps"]),
     "llama-factory": (FACTORY, {
         "model.path": "meta-llama/Meta-Llama-3-8B-Instruct", "lora.rank": 8, "lora.targets": ["all-linear"],
         "data.seq_length": 2048, "data.loss": "last_turn", "batch.micro": 1, "batch.accumulation": 8,
         "optim.lr": 1e-4, "steps.epochs": 3.0, "schedule.style": "cosine", "schedule.warmup": 0.1,
         "model.dtype": "bf16", "lora.alpha": 16, "optim.betas": [0.9, 0.999], "save.every": 500, "seed": 42,
-    }, ["dataset"]),
+    }, ["dataset", "packing"]),
     "torchtune": (TUNE, {
         "data.seq_length": 8192, "model.path": "/m/", "lora.rank": 8, "lora.alpha": 16, "lora.dropout": 0.0,
         "lora.targets": ["q_proj", "o_proj"], "batch.micro": 2, "steps.epochs": 1, "optim.lr": 2e-5,
@@ -216,3 +216,113 @@ def test_adapters_are_trained_only_where_the_file_says_so(tmp_path):
         (tmp_path / "c.yml").write_text(text)
         settings, _ = translate(TRAINERS["axolotl"], tmp_path / "c.yml")
         assert any(name.startswith("lora") for name in settings) == expected
+
+
+def _of(tmp_path, name, text):
+    (tmp_path / "c.yml").write_text(text)
+    settings, lines = translate(TRAINERS[name], tmp_path / "c.yml")
+    return settings, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("trl", "lr_scheduler_type: constant\nwarmup_steps: 5\n", "warmup_steps"),
+        ("llama-factory", "warmup_ratio: 0.5\nlr_scheduler_type: constant\n", "warmup_ratio"),
+        ("axolotl", "lr_scheduler: constant\nwarmup_steps: 5\n", "warmup_steps"),
+        ("axolotl", "lr_scheduler: constant\n", None),
+    ],
+)
+def test_a_constant_schedule_has_no_warmup(tmp_path, name, text, key):
+    settings, lines = _of(tmp_path, name, text)
+    assert settings["schedule.style"] == "constant"
+    assert settings["schedule.warmup"] == 0
+    assert (f"no effect there: {key}: the schedule constant has no warm-up" in lines) == (key is not None)
+    settings, lines = _of(tmp_path, name, text.replace("constant", "constant_with_warmup"))
+    assert settings["schedule.style"] == "constant"
+    assert settings["schedule.warmup"] in (5, 0.5, 0.03)
+    assert "no effect there" not in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("_component_: torchtune.models.llama3_1.qlora_llama3_1_8b", "model._component_: torchtune.models.llama3_1.ql"),
+        ("_component_: lora_llama3_1_8b, quantize_base: true", "model.quantize_base: True: lora.quantize: nf4"),
+        ("_component_: lora_llama3_1_8b, apply_lora_to_output: true", "model.apply_lora_to_output: True"),
+    ],
+)
+def test_what_torchtune_does_beyond_plain_lora_is_named(tmp_path, text, line):
+    settings, lines = _of(tmp_path, "torchtune", f"model: {{{text}}}\ndataset: {{_component_: d, packed: true}}\n")
+    untranslated = [entry for entry in lines.splitlines() if entry.startswith("not translated") and line in entry]
+    assert len(untranslated) == 1, lines
+    assert "lora.quantize" not in settings
+
+
+def test_lora_of_torchtune_has_its_defaults(tmp_path):
+    settings, lines = _of(tmp_path, "torchtune", "model: {_component_: lora_llama3_1_8b, lora_attn_modules: [q_proj]}")
+    assert (settings["lora.rank"], settings["lora.alpha"]) == (8, 16)
+    assert "no model.lora_rank (torchtune: 8) -> lora.rank: 8" in lines
+    assert "no model.lora_alpha (torchtune: 16) -> lora.alpha: 16" in lines
+    settings, _ = _of(tmp_path, "torchtune", "model: {_component_: llama3_1_8b}")
+    assert not any(name.startswith("lora") for name in settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "off", "on"),
+    [
+        ("trl", "packing", "packing: false", "packing: true"),
+        ("axolotl", "sample_packing", "sample_packing: false", "sample_packing: true"),
+        ("llama-factory", "packing", "packing: false", "neat_packing: true"),
+        ("torchtune", "dataset.packed", "dataset: {_component_: d, packed: false}",
+         "dataset: {_component_: d, packed: true}"),
+    ],
+)  # fmt: skip
+def test_rows_that_the_trainer_does_not_pack_are_named(tmp_path, name, key, off, on):
+    for text, value in ((off, "false"), ("seed: 1", "false by default")):
+        settings, lines = _of(tmp_path, name, text)
+        assert f"not translated: {key}: {value}: rows are packed here" in lines
+        assert key not in "".join(line for line in lines.splitlines() if line.startswith("no effect here"))
+        assert "data.packing" not in settings
+    assert "rows are packed" not in _of(tmp_path, name, on)[1]
+
+
+def test_a_pretraining_of_llama_factory_packs_by_default(tmp_path):
+    assert "rows are packed" not in _of(tmp_path, "llama-factory", "stage: pt\n")[1]
+    assert "rows are packed" in _of(tmp_path, "llama-factory", "stage: pt\npacking: false\n")[1]
+
+
+@pytest.mark.parametrize(("packing", "expected"), [("packing: false", None), ("", None), ("packing: true", "packed")])
+def test_a_packing_strategy_has_no_effect_without_packing(tmp_path, packing, expected):
+    settings, lines = _of(tmp_path, "trl", f"packing_strategy: wrapped\n{packing}\n")
+    assert settings.get("data.packing") == expected
+    assert ("no effect there: packing_strategy" in lines) == (expected is None)
+
+
+def test_layers_of_torchtune_add_up(tmp_path):
+    given = "_component_: lora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true"
+    settings, _ = _of(tmp_path, "torchtune", f"model: {{{given}, apply_lora_to_output: false}}")
+    assert settings["lora.targets"] == ["q_proj", "o_proj", "gate_proj", "down_proj", "up_proj"]
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(("flag", "expected"), [("bf16: true", "bf16"), ("bf16: false", "fp32"), ("", "bf16")])
+def test_weights_in_float32_are_master_weights(tmp_path, key, flag, expected):
+    settings, lines = _of(tmp_path, "trl", f"{key}: float32\n{flag}\n")
+    assert settings["model.dtype"] == expected
+    assert (f"no effect here: {key}: float32" in lines) == (expected == "bf16")
+
+
+@pytest.mark.parametrize("name", ["trl", "axolotl"])
+def test_settings_of_lora_without_lora_have_no_effect(tmp_path, name):
+    _, lines = _of(tmp_path, name, "lora_r: 8\n")
+    assert "lora.rank" not in lines
+    assert [line for line in lines.splitlines() if "lora_r" in line] == ["no effect here: lora_r"]
+
+
+def test_no_limit_of_the_length_is_not_the_default(tmp_path):
+    settings, lines = _of(tmp_path, "trl", "max_length: null\n")
+    assert "data.seq_length" not in settings
+    assert "not translated: max_length: None: null is no limit there" in lines
+    assert _of(tmp_path, "trl", "max_length: 64\n")[0]["data.seq_length"] == 64
+    assert _of(tmp_path, "trl", "seed: 1\n")[0]["data.seq_length"] == 1024

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from train.settings.dependent_keys import QUANTIZE, Rule, constant, mixed, quantized, strategy, unpacked
+
 Settings = dict[str, Any]
 """Values of our settings, by dotted names."""
 Value = Callable[[Any], Settings | None]
@@ -28,6 +30,8 @@ class Trainer(NamedTuple):
         defaults: defaults of the trainer: keys, the value that applies if none of them is given, and our settings.
         idle: keys, or prefixes of keys, that have no effect here.
         left: why a key is not translated, by key.
+        rules: rules for keys that depend on others, or whose absence is to be named.
+        nulls: keys whose null is a value; other keys with null are not given.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Trainer(NamedTuple):
     defaults: tuple[tuple[tuple[str, ...], Any, Settings | Callable[[Settings], Settings]], ...]
     idle: tuple[str, ...]
     left: Mapping[str, str]
+    rules: tuple[Rule, ...]
+    nulls: tuple[str, ...] = ()
 
 
 def _to(name: str, **choices: Any) -> Value:
@@ -89,10 +95,16 @@ def _loggers(value: Any) -> Settings:
     return {"log.trackers": [name for key, name in LOGGERS.items() if key in value]}
 
 
-STYLES = _to(
-    "schedule.style", cosine="cosine", linear="linear", constant="constant", constant_with_warmup="constant",
-    cosine_with_min_lr="cosine",
-)  # fmt: skip
+def _style(value: Any) -> Settings | None:
+    """A schedule of transformers, whose `constant` has no warm-up."""
+    name = str(value).lower()
+    if name not in STYLES:
+        return None
+    return {"schedule.style": STYLES[name], **({"schedule.warmup": 0} if name == "constant" else {})}
+
+
+STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
+          "cosine_with_min_lr": "cosine"}  # fmt: skip
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim.adamw")
 ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "bitsandbytes.optim.adamw8bit")
 LOGGERS = {"WandB": "wandb", "TensorBoard": "tensorboard", "MLFlow": "mlflow"}
@@ -117,7 +129,7 @@ OF_THE_TRAINER: Mapping[str, str] = {
 }
 """Key of transformers' TrainingArguments, which other trainers have too: our setting."""
 VALUES_OF_THE_TRAINER: Mapping[str, Value] = {
-    "lr_scheduler_type": STYLES,
+    "lr_scheduler_type": _style,
     "lr_scheduler_kwargs": lambda value: {"schedule.min_lr": value["min_lr"]} if set(value) == {"min_lr"} else None,
     "optim": _optimizer,
     "adam_beta1": lambda value: {"optim.betas.0": value},
@@ -169,7 +181,7 @@ AXOLOTL = Trainer(
     },
     {
         **VALUES_OF_THE_TRAINER,
-        "lr_scheduler": STYLES,
+        "lr_scheduler": _style,
         "optimizer": _optimizer,
         "bf16": _to("model.dtype", true="bf16", auto="bf16", full="bf16", false="fp32"),
         "adapter": lambda value: {"lora": True} if value == "lora" else QLORA if value == "qlora" else None,
@@ -218,13 +230,13 @@ AXOLOTL = Trainer(
         "rl": "preferences are not trained here",
         "lora_modules_to_save": "only adapters are trained with LoRA",
     },
+    (constant, unpacked("sample_packing")),
 )  # fmt: skip
 TRL = Trainer(
     "TRL",
     {
         **OF_THE_TRAINER,
         "model_name_or_path": "model.path",
-        "max_length": "data.seq_length",
         "max_seq_length": "data.seq_length",
         "per_device_train_batch_size": "batch.micro",
         "num_train_epochs": "steps.epochs",
@@ -234,6 +246,7 @@ TRL = Trainer(
     },
     {
         **VALUES_OF_THE_TRAINER,
+        "max_length": lambda value: None if value is None else {"data.seq_length": value},
         "use_peft": _if({"lora": True}),
         "load_in_4bit": _if(QUANTIZED, {}),
         "use_dora": _if({"lora.dora": True}, {}),
@@ -258,6 +271,7 @@ TRL = Trainer(
         (("adam_beta1", "adam_beta2"), [0.9, 0.999], ADAM),
         (("save_steps", "save_strategy"), 500, {"save.every": 500}),
         (("seed",), 42, {"seed": 42}),
+        (("bf16", "fp16"), True, {"model.dtype": "bf16"}),
         (("lora_dropout",), 0.05, {"lora.dropout": 0.05}),
         (("lora_target_modules",), "those of PEFT for Llama", {"lora.targets": ["q_proj", "v_proj"]}),
     ),
@@ -269,7 +283,10 @@ TRL = Trainer(
         "dataset_config": TOKENIZE,
         "load_in_8bit": "weights are quantized to 4 bits only: lora.quantize nf4",
         "lora_modules_to_save": "only adapters are trained with LoRA",
+        "max_length": "null is no limit there; here a row has data.seq_length tokens",
     },
+    (constant, strategy, unpacked("packing"), mixed),
+    ("max_length",),
 )  # fmt: skip
 LLAMA_FACTORY = Trainer(
     "LLaMA-Factory",
@@ -326,6 +343,7 @@ LLAMA_FACTORY = Trainer(
         "additional_target": "only adapters are trained with LoRA",
         "freeze_trainable_layers": "model.freeze names what is not trained",
     },
+    (constant, unpacked("packing", "neat_packing")),
 )  # fmt: skip
 TORCHTUNE = Trainer(
     "torchtune",
@@ -357,7 +375,9 @@ TORCHTUNE = Trainer(
         "dataset.packed": _if({}, {}),
         "metric_logger._component_": _loggers,
         "model.lora_attn_modules": lambda value: {"lora.targets": [TUNE_LAYERS.get(name, name) for name in value]},
-        "model.apply_lora_to_mlp": _if({"lora.targets": ["all-linear"]}),
+        "model.apply_lora_to_mlp": _if({"lora.targets": ["gate_proj", "down_proj", "up_proj"]}),
+        "model.apply_lora_to_output": lambda value: {} if value is False else None,
+        "model.quantize_base": lambda value: {} if value is False else None,
         "model._component_": lambda value: {"lora": True} if "lora" in value else {},
     },
     (
@@ -365,19 +385,24 @@ TORCHTUNE = Trainer(
         (("optimizer.weight_decay",), "0.01 of torch's AdamW", {"optim.weight_decay": 0.01}),
         (("optimizer.betas",), [0.9, 0.999], ADAM),
         (("clip_grad_norm",), "none", {"optim.clip": 0}),
+        (("model.lora_rank",), 8, {"lora.rank": 8}),
+        (("model.lora_alpha",), 16, {"lora.alpha": 16}),
         (("dataset.train_on_input",), False, {"data.loss": "assistant"}),
         (("gradient_accumulation_steps",), 1, {"batch.accumulation": 1}),
         (("enable_activation_checkpointing",), False, {"model.activation_checkpointing": False}),
     ),
     ("output_dir", "tokenizer.", "checkpointer.", "resume_from_checkpoint", "device", "profiler", "loss.", "shuffle",
      "optimizer.fused", "metric_logger.", "log_peak_memory_stats", "log_level", "enable_activation_offloading",
-     "optimizer_in_bwd", "custom_sharded_layers", "model.apply_lora_to_output", "tensor_parallel_", "cudnn_"),
+     "optimizer_in_bwd", "custom_sharded_layers", "tensor_parallel_", "cudnn_"),
     {
         "dataset._component_": TOKENIZE,
         "dataset.source": TOKENIZE,
         "dataset.split": TOKENIZE,
         "max_steps_per_epoch": "steps.train_iters counts the steps of the run",
+        "model.quantize_base": QUANTIZE,
+        "model.apply_lora_to_output": "lora.targets names the layers with adapters",
     },
+    (unpacked("dataset.packed"), quantized),
 )  # fmt: skip
 TRAINERS: Mapping[str, Trainer] = {
     "axolotl": AXOLOTL, "trl": TRL, "llama-factory": LLAMA_FACTORY, "torchtune": TORCHTUNE

@@ -21,11 +21,15 @@ def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
     Raises:
         UsageError: the file cannot be read, or two keys contradict each other.
     """
-    given = _read(path)
+    given = _read(path, trainer.nulls)
     settings: Settings = {}
     key_of: dict[str, str] = {}
-    done, idle, left = list[str](), list[str](), list[str]()
+    made_of, idle, left = list[tuple[str, str, Any]](), list[str](), list[str]()
+    bound = [found for rule in trainer.rules if (found := rule(given))]
+    unbound = given.keys() - {key for keys, _ in bound for key in keys}
     for key, value in given.items():
+        if key not in unbound:
+            continue
         made = _made(trainer, key, value)
         if made is None:
             why = trainer.left.get(key)
@@ -35,12 +39,14 @@ def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
                 left.append(f"not translated: {key}: {value!s:.60}: {why or _unknown(trainer, key)}")
             continue
         for name, ours in made.items():
-            if settings.get(name, ours) != ours:
+            both = _both(name, settings.get(name, ours), ours)
+            if both is None:
                 raise UsageError(f"{path}: {key_of[name]} and {key} both mean {name}: {settings[name]} and {ours}")
-            settings[name], key_of[name] = ours, key
-            done.append(f"{key} -> {name}: {ours}")
+            settings[name], key_of[name] = both, key
+            made_of.append((key, name, both))
         if not made:
             idle.append(key)
+    done = list[str]()
     for keys, theirs, ours_there in trainer.defaults:
         if given.keys().isdisjoint(keys):
             ours_by_name = ours_there(settings) if callable(ours_there) else ours_there
@@ -49,7 +55,17 @@ def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
             }
             settings |= fresh
             done += [f"no {keys[0]} ({trainer.name}: {theirs}) -> {name}: {ours}" for name, ours in fresh.items()]
+    idle += [key for key, name, _ in made_of if not _holds(name, settings)]
+    done = [f"{key} -> {name}: {ours}" for key, name, ours in made_of if _holds(name, settings)] + done
+    left += [line for _, line in bound]
     return _joined(settings), [*done, *([f"no effect here: {', '.join(idle)}"] if idle else []), *left]
+
+
+def _both(name: str, one: Any, other: Any) -> Any:
+    """The value of a setting that two keys mean: names of layers with adapters add up; None for a contradiction."""
+    if one == other:
+        return one
+    return list(dict.fromkeys([*one, *other])) if name == "lora.targets" and "all-linear" not in one + other else None
 
 
 def _holds(name: str, settings: Settings) -> bool:
@@ -73,8 +89,8 @@ def _unknown(trainer: Trainer, key: str) -> str:
     return "there is no such setting here" if key in trainer.values else "it is not in the table of this trainer"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The keys of a file that have a value; keys in sections of torchtune have dotted names."""
+def _read(path: Path, nulls: tuple[str, ...]) -> dict[str, Any]:
+    """The keys of a file that have a value, null being one of `nulls`; keys in sections of torchtune are dotted."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -87,7 +103,7 @@ def _read(path: Path) -> dict[str, Any]:
     for key, value in content.items():
         sections = isinstance(value, dict) and "_component_" in value
         flat |= {f"{key}.{name}": inner for name, inner in value.items()} if sections else {str(key): value}
-    return {key: _number(value) for key, value in flat.items() if value is not None}
+    return {key: _number(value) for key, value in flat.items() if value is not None or key in nulls}
 
 
 def _number(value: Any) -> Any:

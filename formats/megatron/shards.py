@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -270,25 +271,47 @@ def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]
 
 
 def check_apart(placed: Iterable[Placed]) -> None:
-    """Refuse files of which one was copied over another: tensor ranks hold different parts of each dense matrix.
+    """Refuse files of which one was copied over another: ranks hold different parts of dense matrices, and experts.
 
-    Experts are not compared, since they may be copies of each other.
+    Matrices of one number are not compared, nor are experts that are all alike in a file: those of a model that was
+    made of a dense one are.
 
     Raises:
-        SourceError: two files have equal bytes at the begin of their parts of a matrix.
+        SourceError: two files have equal bytes at the begin of their parts of a matrix, or of all of their experts.
     """
-    first: dict[Path, Placed] = {}
+    firsts: dict[tuple[Path, bool], list[Placed]] = {}
     for tensor in placed:
-        dense = tensor.slot.layer is not None and not tensor.slot.rule.of_expert
-        if dense and not tensor.slot.replica and "tp" in tensor.slot.rule.splits:
-            first.setdefault(tensor.fragment.path, tensor)
+        slot, of_experts = tensor.slot, "ep" in tensor.slot.rule.splits
+        if slot.layer is None or slot.replica or not (of_experts or "tp" in slot.rule.splits):
+            continue
+        tensors = firsts.setdefault((tensor.fragment.path, of_experts), [tensor])
+        first = tensors[0].slot
+        if slot is not first and of_experts and (slot.layer, slot.rule) == (first.layer, first.rule):
+            tensors.append(tensor)
     seen: dict[tuple[str, bytes], Path] = {}
-    for path, tensor in first.items():
-        content = read_bytes(path, tensor.fragment.offset, min(tensor.fragment.nbytes, COMPARED))
-        if content.lstrip(content[:1]) and (other := seen.setdefault((tensor.key, content), path)) != path:
+    for (path, of_experts), tensors in firsts.items():
+        items = [item for tensor in tensors for item in (_experts if of_experts else _elements)(tensor)]
+        begin = tensors[0].key, blake2b(b"".join(items)).digest()
+        if len({*items}) > 1 and (other := seen.setdefault(begin, path)) != path:
             raise SourceError(
-                f"{path} begins {tensor.key} as {other} does: the file of one rank was copied over that of another"
+                f"{path} begins {tensors[0].key} as {other} does: the file of one rank was copied over that of another"
             )
+
+
+def _elements(tensor: Placed) -> list[bytes]:
+    """The elements at the begin of a tensor."""
+    fragment = tensor.fragment
+    content = read_bytes(fragment.path, fragment.offset, min(fragment.nbytes, COMPARED))
+    width = max(1, fragment.nbytes // max(1, prod(fragment.shape)))
+    return [content[at : at + width] for at in range(0, len(content), width)]
+
+
+def _experts(tensor: Placed) -> list[bytes]:
+    """The begin of each expert in a tensor, which has one, or all of its rank one after the other."""
+    fragment, slot = tensor.fragment, tensor.slot
+    count = 1 if slot.rule.of_expert else dict(slot.sizes)["expert"] // dict(slot.mesh)["ep"][1]
+    step = fragment.nbytes // count
+    return [read_bytes(fragment.path, fragment.offset + step * at, min(step, COMPARED)) for at in range(count)]
 
 
 def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]) -> None:

@@ -72,6 +72,31 @@ def test_expert_ranks_in_each_others_place_are_noticed(copy, convert):
     refused(convert("digest", copy), 3, "was written by rank 1", "files are mixed up")
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_expert_rank_that_was_copied_over_another_is_noticed(copy, convert, at):
+    """Also where args record no rank, and without a manifest."""
+    for path in copy.rglob("vitruvian.json"):
+        path.unlink()
+    shutil.copy(file_of(copy, at), file_of(copy, 1 - at))
+    for command in (["digest", copy], ["verify", copy], ["megatron2hf", copy, copy.parent / "out"]):
+        refused(
+            convert(*command), 3, "files are mixed up" if at else "the file of one rank was copied over that of another"
+        )
+
+
+def test_experts_that_are_all_alike_are_right(copy, convert):
+    """Those of a model that was made of a dense one, before its first step."""
+    import torch
+
+    def edit(state, args):
+        for key in (key for key in state if ".experts." in key):
+            state[key] = torch.arange(state[key].numel()).to(state[key].dtype).reshape(state[key].shape)
+
+    for rank in (0, 1):
+        change(file_of(copy, rank), edit)
+    assert convert("digest", copy).code == 0
+
+
 def test_copies_of_a_router_that_differ_are_noticed(copy, convert):
     change(file_of(copy, 1), lambda state, args: state[ROUTER][0].add_(1))
     refused(convert("digest", copy), 6, "decoder.layers.2.mlp.router.weight differs between its copies", "ep rank 1")

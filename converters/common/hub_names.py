@@ -147,9 +147,11 @@ def require_scheme(path: str | PathLike[str], taken: Collection[str]) -> None:
         taken: the schemes of the addresses that are taken: `READ`, `WRITTEN`, or none.
 
     Raises:
-        UsageError: it is an address with another scheme.
+        UsageError: it is an address with another scheme, or a scheme alone.
     """
     scheme = scheme_of(path)
+    if scheme in taken and not str(path)[len(f"{scheme}:") :].strip("/"):
+        raise UsageError(f"{path} is no whole address", f"write {scheme}://NAME/FOLDER")
     if not scheme or scheme in taken:
         return
     if scheme.lower() == "file":

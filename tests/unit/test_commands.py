@@ -129,6 +129,8 @@ def test_no_path_is_an_address_that_is_not_taken(tmp_path, monkeypatch, command,
     ):
         if scheme in parameter.type.taken:
             assert scheme_of(parameter.type.convert(f"{scheme}://one/two", parameter, context)) == scheme
+            with pytest.raises(UsageError, match=f"{scheme}:// is no whole address"):
+                parameter.type.convert(f"{scheme}://", parameter, context)
             continue
         for address in (f"{scheme}://one/two", f"{scheme}:///one/two", f"{scheme}:/one/two"):
             with pytest.raises(UsageError, match=re.escape(address)):

@@ -97,6 +97,22 @@ def test_experts_that_are_all_alike_are_right(copy, convert):
     assert convert("digest", copy).code == 0
 
 
+def test_a_matrix_of_one_number_is_no_copy(model, convert, tmp_path):
+    """Its parts are equal on all tensor parallel ranks."""
+    run = tmp_path / "run"
+    assert convert("hf2megatron", model("llama"), run, "--tp", 2).code == 0
+
+    def edit(state, args):
+        for key in (key for key in state if key.startswith("decoder.layers.0.")):
+            state[key].fill_(0.5)
+
+    for rank in (0, 1):
+        change(run / f"release/mp_rank_{rank:02d}/model_optim_rng.pt", edit)
+    for path in run.rglob("vitruvian.json"):
+        path.unlink()
+    assert convert("digest", run).code == 0
+
+
 def test_copies_of_a_router_that_differ_are_noticed(copy, convert):
     change(file_of(copy, 1), lambda state, args: state[ROUTER][0].add_(1))
     refused(convert("digest", copy), 6, "decoder.layers.2.mlp.router.weight differs between its copies", "ep rank 1")

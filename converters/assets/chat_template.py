@@ -30,9 +30,10 @@ from converters.assets.token_files import (  # fmt: skip
     named_tokens,
     object_of,
     templates_in,
+    tokens_outside,
 )
 from converters.assets.tokenizer_json import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
-from formats.errors import RefusedError, SourceError, UsageError
+from formats.errors import RefusedError, SourceError, UsageError, some
 
 MAX_TEMPLATE = 1 << 20
 """Bytes of a template file."""
@@ -227,7 +228,7 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     Raises:
         SourceError: a file or the template is broken.
         RefusedError: there is no tokenizer.json, it has more tokens than the embedding has rows, no token ends a reply,
-            a token cannot be added, or another token was trained in its place.
+            a token cannot be added, or another token was trained in its place or has its id in transformers.
     """
     if NAME not in assets:
         slow = next((name for name in SLOW if name in assets), None)
@@ -239,6 +240,7 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     named = named_tokens(assets)
     seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
     before = read_vocabulary(content(assets, NAME))
+    outside = tokens_outside(assets, before.ids)
     missing = tuple(token for token in trained if token not in before.ids)
     used = f"{template} {[*named.values()]}"
     if before.lacks(rows, used) or (missing and before.length + len(missing) > rows):
@@ -255,6 +257,13 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     new = sorted((after.ids[token], token) for token in after.added if after.special(token) > before.special(token))
     changed = {token: number for number, token in new}
     added = tuple(token for token in changed if token not in before.ids)
+    if added and outside:
+        lacking, folder = [f"{token} of {file}" for token, (file, _) in outside.items()], str(assets[NAME].parent)
+        raise RefusedError(
+            f"{NAME} lacks {some(lacking, 3)}: transformers gives such tokens ids from {before.length} on, which "
+            f"{', '.join(added)} of the chat template would get",
+            f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained(FOLDER) puts them into {NAME}",
+        )
     if missing and added != missing[: len(added)]:
         raise RefusedError(
             f"the chat template would add {', '.join(added)} to the tokenizer where the model was trained with "

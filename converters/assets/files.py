@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from converters.assets.custom_code import missing_code, own_models
+from converters.assets.token_files import WRITTEN
 from converters.assets.trusted import (  # fmt: skip
     TOO_LARGE,
     UNKNOWN,
@@ -259,7 +260,7 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
             inner = document.get(key)
             ids = list(_ids(inner if isinstance(inner, dict) else ()))
         else:
-            ids = list(_ids(document.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")))
+            ids = list(_ids(map(document.get, WRITTEN)))
         beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")

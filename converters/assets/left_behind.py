@@ -25,8 +25,10 @@ from converters.assets.token_files import (  # fmt: skip
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     generation_settings,
+    left_over,
     object_of,
     templates_in,
+    text_of,
 )
 from converters.assets.tokenizer_json import read_vocabulary
 from formats.checkpoint import Checkpoint
@@ -78,8 +80,8 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
         if not source.settings.only:
             names += _other_processors(place, source.assets)
         replaced = [name for name in names if _is_replaced(name, place, source.assets)]
-        yield from _not_carried(place, replaced, *theirs)
-        yield from _not_carried(place, [name for name in names if name not in replaced], NONE, NONE)
+        yield from _not_carried(place, replaced, source.assets, *theirs)
+        yield from _not_carried(place, [name for name in names if name not in replaced], source.assets, NONE, NONE)
         if gets_template and _is_there(place / TOKENIZER_CONFIG):
             yield (
                 f"{place} has a {TOKENIZER_CONFIG} and no chat template, OUT gets the one of {source.assets}: if the "
@@ -95,13 +97,14 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
             )
 
 
-def _not_carried(place: Path, names: Sequence[str], one: str, several: str) -> Iterator[str]:
+def _not_carried(place: Path, names: Sequence[str], carried: Path, one: str, several: str) -> Iterator[str]:
     """A note on files of a folder that are not carried, and on what is instead of one of them, or of several."""
     are, instead, them = ("is", one, "it") if len(names) == 1 else ("are", several, "them")
     if names:
+        left = left_over(*([path.name for path in folder.iterdir()] for folder in (carried, place)))
         yield (
             f"{some(names, 5)} of {place} {are} not carried, {instead}; `convert assets OUT --from {place}` puts "
-            f"{them} into OUT"
+            f"{them} into OUT" + (f" once it is without {some(left, 5)}" if left else "")
         )
 
 
@@ -181,25 +184,20 @@ def _said(path: Path) -> dict[str, Any]:
     if path.name == ADDED:
         return {f"{ID_OF}{text}": number for text, number in document.items()}
     said = {f"{TEMPLATE_OF}{name}": text for name, text in templates_in(document.get("chat_template")).items()}
-    said |= {key: _text(document[key]) for key in SAID if document.get(key) is not None}
+    said |= {key: text_of(document[key]) for key in SAID if document.get(key) is not None}
     said |= {key: None for key, value in document.items() if key.endswith("_token") and value is None}
-    further = [str(_text(token)) for key in FURTHER if isinstance(document.get(key), list) for token in document[key]]
+    further = [str(text_of(token)) for key in FURTHER if isinstance(document.get(key), list) for token in document[key]]
     said |= {FURTHER[0]: sorted(further)} if further else {}
     for key in FURTHER_NAMED:
-        said |= {name: _text(token) for name, token in _object(document, key).items()}
+        said |= {name: text_of(token) for name, token in _object(document, key).items()}
     for number, token in _object(document, "added_tokens_decoder").items():
-        said[f"{ID_OF}{_text(token)}"] = int(number) if number.isdecimal() and len(number) < LONGEST else number
+        said[f"{ID_OF}{text_of(token)}"] = int(number) if number.isdecimal() and len(number) < LONGEST else number
     kind = str(document.get(CLASS) or "").removesuffix("Fast")
     return said | ({CLASS: kind} if kind and kind not in ANY_CLASS else {})
 
 
 def _object(document: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value := document.get(key), dict) else {}
-
-
-def _text(token: Any) -> Any:
-    """The text of a token, which may be an object with flags."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _listed(value: Any) -> Any:

@@ -2,16 +2,18 @@
 
 All functions read `assets`: relative name to path, as `converters.assets.files` finds them.
 Facts: transformers 5.23.0 tokenization_utils_base.py `from_pretrained` (a chat_template.jinja outranks the template
-inside tokenizer_config.json, tokenizer_config.json outranks special_tokens_map.json) and
+inside tokenizer_config.json; special_tokens_map.json outranks tokenizer_config.json, but neither it nor
+added_tokens.json is read where tokenizer_config.json has `added_tokens_decoder`), tokenization_utils_tokenizers.py
+`__init__` (tokens that these files name and tokenizer.json lacks get the next ids, whatever the files say) and
 generation/configuration_utils.py `from_model_config` (without a generation_config.json its values come from
 config.json).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from converters.assets.json_edit import decoded, members
 from formats.errors import SourceError, short
@@ -33,8 +35,14 @@ SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "sentencepi
 TOKENIZER_FILES = (TOKENIZER, "merges.txt", *SLOW)
 """Files that hold a vocabulary."""
 SAYING = (OLD_TEMPLATE, ADDED, SPECIAL, TOKENIZER_CONFIG, TEMPLATE)
-"""Files that say which tokens are special or added, and the chat template, each outranking those before it."""
+"""Files that say which tokens are special or added, and the chat template, each outranking those before it where
+tokenizer_config.json lists added tokens."""
+DECODER = "added_tokens_decoder"
+LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+"""The keys of further special tokens, in a list or by name."""
 KINDS = ("bos", "eos", "pad")
+WRITTEN = tuple(f"{kind}_token_id" for kind in (*KINDS, "forced_bos", "forced_eos", "decoder_start"))
+"""The keys of ids that a text may get; `generate` ignores ids of `suppress_tokens` that no token has."""
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 """Settings of what `generate` returns besides tokens; one of them sets `return_dict_in_generate`."""
 _GENERATES = """
@@ -82,10 +90,60 @@ def object_of(assets: Assets, name: str) -> dict[str, Any]:
 
 def named_tokens(assets: Assets) -> dict[str, str]:
     """The tokenizer's bos, eos and pad tokens, by kind."""
-    config = object_of(assets, SPECIAL) | object_of(assets, TOKENIZER_CONFIG)
-    named = {kind: config.get(f"{kind}_token") for kind in KINDS}
-    texts = {kind: token.get("content") if isinstance(token, dict) else token for kind, token in named.items()}
-    return {kind: token for kind, token in texts.items() if isinstance(token, str)}
+    config, special = _token_settings(assets)
+    named = {kind: text_of((config | special).get(f"{kind}_token")) for kind in KINDS}
+    return {kind: token for kind, token in named.items() if isinstance(token, str)}
+
+
+def _token_settings(assets: Assets) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What counts of tokenizer_config.json and of special_tokens_map.json, which outranks it."""
+    config, special = object_of(assets, TOKENIZER_CONFIG), object_of(assets, SPECIAL)
+    return config, {} if DECODER in config else special
+
+
+def left_over(own: Collection[str], given: Collection[str]) -> list[str]:
+    """The files of a tokenizer that would stay in a folder among the given ones of another tokenizer."""
+    names = (*TOKENIZER_FILES, ADDED, SPECIAL)
+    return [] if set(given).isdisjoint(names) else [name for name in names if name in own and name not in given]
+
+
+def text_of(token: Any) -> Any:
+    """The text of a token, which may be an object with flags."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+class Outside(NamedTuple):
+    """A token that tokenizer.json lacks: the file that names it, and whether it is special."""
+
+    file: str
+    special: bool
+
+
+def tokens_outside(assets: Assets, known: Container[str]) -> dict[str, Outside]:
+    """The tokens that tokenizer.json lacks, to which transformers gives ids after all others.
+
+    Args:
+        assets: relative name to path.
+        known: the tokens of tokenizer.json.
+    """
+    config, special = _token_settings(assets)
+    name = TOKENIZER_CONFIG if DECODER in config else ADDED
+    listed = config[DECODER] if DECODER in config else [*object_of(assets, ADDED)]
+    found = [
+        (token, Outside(name, isinstance(token, dict) and token.get("special") is True)) for token in _values(listed)
+    ]
+    config = {key: value for key, value in config.items() if key in LISTS or key not in special}
+    for name, settings in ((SPECIAL, special), (TOKENIZER_CONFIG, config)):
+        for key, value in settings.items():
+            tokens = _values(value) if key in LISTS else [value] if key.endswith("_token") else []
+            found += [(token, Outside(name, True)) for token in tokens]
+    texts = {text: outside for token, outside in found if isinstance(text := text_of(token), str) and text}
+    return {text: outside for text, outside in texts.items() if text not in known}
+
+
+def _values(value: Any) -> list[Any]:
+    """The values of a list, or of an object; none of anything else."""
+    return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def token_ids(value: Any, name: str) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.assets.json_edit import decoded, members, replaced
@@ -41,6 +41,11 @@ class Vocabulary:
     def length(self) -> int:
         """How many rows an embedding needs: the highest id plus one."""
         return max(self.ids.values(), default=-1) + 1
+
+    def extended(self, further: Mapping[str, bool]) -> Vocabulary:
+        """With further tokens, which get the next ids: their texts, and whether they are special."""
+        ids = {token: self.length + place for place, token in enumerate(further)}
+        return replace(self, ids={**self.ids, **ids}, added={**self.added, **further})
 
     def beyond(self, rows: int) -> list[str]:
         """The tokens whose ids are beyond an embedding of so many rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import click
 from converters.commands.options import FOLDER, NAMED, as_json
 from converters.common.atomic import sync_path
 from converters.common.cli_help import command
-from formats.errors import RefusedError, SourceError, UsageError
+from formats.errors import RefusedError, SourceError, UsageError, some
 
 if TYPE_CHECKING:
     from converters.assets.chat_template import Applied
@@ -147,14 +148,13 @@ def publish(out: Path, work: Work) -> None:
 
 
 def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given: Mapping[str, Path]) -> None:
-    from converters.assets.token_files import ADDED, SPECIAL, TOKENIZER_FILES
+    from converters.assets.token_files import left_over
 
-    names = (*TOKENIZER_FILES, ADDED, SPECIAL)
-    missing = [name for name in names if name in own and name not in given]
-    if missing and any(name in given for name in names):
+    if left := left_over(own, given):
+        are = "it is" if len(left) == 1 else "they are"
         raise RefusedError(
-            f"{out} holds {missing[0]}, which {base} lacks: OUT would have parts of two tokenizers",
-            f"if it is not needed: rm {out / missing[0]}",
+            f"{out} holds {some(left, 5)}, which {base} lacks: OUT would have parts of two tokenizers",
+            f"if {are} not needed: rm {shlex.join(str(out / name) for name in left)}",
         )
 
 

@@ -14,9 +14,9 @@ from converters.assets.custom_code import missing_code
 from converters.assets.token_files import (
     CONFIG,
     GENERATION,
-    KINDS,
     SLOW,
     TOKENIZER_CONFIG,
+    WRITTEN,
     Assets,
     content,
     eos_ids,
@@ -24,6 +24,7 @@ from converters.assets.token_files import (
     named_tokens,
     object_of,
     token_ids,
+    tokens_outside,
 )
 from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary
 from formats.checkpoint import ASSETS
@@ -110,9 +111,11 @@ def _config(assets: Assets) -> Iterator[Finding]:
 
 def _tokenizer(assets: Assets, known: Vocabulary | None, rows: int | None, need_template: bool) -> Iterator[Finding]:
     if known is not None and rows is not None:
-        for text in known.excess(rows):
+        outside = tokens_outside(assets, known.ids)
+        whole = known.extended({token: special for token, (_, special) in outside.items()})
+        for text in whole.excess(rows):
             used = f"{held_template(assets)} {[*named_tokens(assets).values()]}"
-            yield Finding(text, blocks=known.lacks(rows, used))
+            yield Finding(text, blocks=whole.lacks(rows, used))
     if NAME in assets:
         return
     slow = next((name for name in SLOW if name in assets), None)
@@ -123,7 +126,7 @@ def _tokenizer(assets: Assets, known: Vocabulary | None, rows: int | None, need_
 
 
 def _special(assets: Assets, known: Vocabulary | None, rows: int | None) -> Iterator[Finding]:
-    """Findings on the names and ids of bos, eos and pad."""
+    """Findings on the names of bos, eos and pad, and on the ids of special tokens."""
     named = named_tokens(assets)
     for kind, token in named.items():
         if known is not None and token not in known.ids:
@@ -131,7 +134,7 @@ def _special(assets: Assets, known: Vocabulary | None, rows: int | None) -> Iter
     known_ids = set(known.ids.values()) if known is not None else None
     for name in (GENERATION, CONFIG):
         values: dict[str, Any] = object_of(assets, name)
-        for key in (f"{kind}_token_id" for kind in KINDS):
+        for key in WRITTEN:
             for number in token_ids(values.get(key), f"{key} of {name}"):
                 if key == "pad_token_id" and number == -1:
                     continue  # how the first Llama configs spell "none"

@@ -119,15 +119,15 @@ def manifest_notes(plan: Plan) -> Iterator[str]:
                 f"{some(changed, 5)} of {source.root}: not what {MANIFEST} says, and carried as it is; "
                 f"`convert assets {source.root} --from {source.root}` records a change that is meant"
             )
-        if _has_other_vocabulary(source, facts := (read_manifest(source.home) or ({}, {}))[0]):
-            yield (
-                f"what has a row for each token is not compared with {MANIFEST} of {source.root}, which is of a "
-                f"vocabulary of {facts[VOCAB]}, and {source.spec.vocab} are read"
-            )
         if not recorded_tensors(source):
             yield (
                 f"the weights are not compared with {MANIFEST} of {source.root}, which lists them by other names: "
                 f"`convert verify {source.root}` does"
+            )
+        elif _has_other_vocabulary(source, facts := (read_manifest(source.home) or ({}, {}))[0]):
+            yield (
+                f"what has a row for each token is not compared with {MANIFEST} of {source.root}, which is of a "
+                f"vocabulary of {facts[VOCAB]}, and {source.spec.vocab} are read"
             )
 
 

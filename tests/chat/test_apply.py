@@ -244,6 +244,42 @@ def test_named_templates_inside_the_tokenizer_config_are_told(tmp_path, listed):
     assert not any("not carried" in note for note in applied(folder, "chatml").notes)
 
 
+@pytest.mark.parametrize(("file", "said"), worlds.OUTSIDE)
+def test_a_token_of_another_file_keeps_its_id(tmp_path, file, said):
+    """transformers gives it one after those of tokenizer.json, and the tokens of a template must not get the same."""
+    from transformers import AutoTokenizer
+
+    folder = worlds.naming(tmp_path / "model", file, said)
+    before, length = AutoTokenizer.from_pretrained(folder), worlds.length(worlds.tokenizer())
+    assert before.encode("a<new>b", add_special_tokens=False)[1] == length
+    with pytest.raises(RefusedError) as raised:
+        applied(folder, "chatml")
+    assert str(raised.value) == (
+        f"tokenizer.json lacks <new> of {file}: transformers gives such tokens ids from {length} on, which "
+        "<|im_start|>, <|im_end|> of the chat template would get"
+    )
+    assert f"from_pretrained('{folder}')" in str(raised.value.hint)
+
+    before.save_pretrained(folder)
+    assert applied(folder, "chatml").added == ("<|im_start|>", "<|im_end|>")
+    after = AutoTokenizer.from_pretrained(folder)
+    assert after.convert_tokens_to_ids(["<new>", "<|im_start|>"]) == [length, length + 1]
+    assert after.encode("a<new>b", add_special_tokens=False)[1] == length
+
+
+def test_a_token_of_another_file_is_no_matter_where_none_is_added(tmp_path):
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer(*worlds.NEEDED["chatml"]))
+    (folder / "special_tokens_map.json").write_text('{"mask_token": "<new>"}')
+    assert applied(folder, "chatml").added == ()
+
+
+def test_the_end_in_special_tokens_map_is_where_generation_stops(tmp_path):
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer())
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<pad>"}')
+    applied(folder, "chatml")
+    assert held(folder, "generation_config.json")["eos_token_id"][:2] == [1, 2]
+
+
 def test_no_fast_tokenizer_is_refused(tmp_path):
     folder = worlds.folder(tmp_path / "model", worlds.tokenizer())
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")

@@ -194,6 +194,10 @@ def test_parts_of_two_tokenizers_are_refused(world):
     with pytest.raises(RefusedError, match=r"holds tokenizer\.model, which .*base lacks") as raised:
         run(out, "--from", base)
     assert raised.value.hint == f"if it is not needed: rm {out / 'tokenizer.model'}"
+    (out / "special_tokens_map.json").write_text("{}")
+    with pytest.raises(RefusedError, match=r"holds tokenizer\.model, special_tokens_map\.json, which") as raised:
+        run(out, "--from", base)
+    assert raised.value.hint.endswith(f"rm {out / 'tokenizer.model'} {out / 'special_tokens_map.json'}")
 
 
 def test_old_templates_go(world):

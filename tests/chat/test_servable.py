@@ -77,6 +77,13 @@ SETTINGS = {
     "pad_token_id of generation_config.json is -7, the embedding has 400 rows": {"generation": {"pad_token_id": -7}},
     "eos_token_id of config.json is 399, an id that the tokenizer does not have": {"config": {"eos_token_id": [399]}},
     "eos_token_id of config.json is '1', not an id or a list of ids": {"config": {"eos_token_id": "1"}},
+    "forced_eos_token_id of generation_config.json is 400, the embedding has 400 rows": {
+        "generation": {"forced_eos_token_id": [1, 400]}
+    },
+    "forced_bos_token_id of config.json is 400, the embedding has 400 rows": {"config": {"forced_bos_token_id": 400}},
+    "decoder_start_token_id of generation_config.json is 399, an id that the tokenizer does not have": {
+        "generation": {"decoder_start_token_id": 399}
+    },
 }  # fmt: skip
 
 
@@ -88,8 +95,41 @@ def test_settings(tmp_path, sentence):
 
 
 def test_ids_that_are_fine(tmp_path):
-    folder, length = sound(tmp_path / "model", config={"pad_token_id": -1, "eos_token_id": [0, 1]})
+    ignored = {"suppress_tokens": [5000], "begin_suppress_tokens": [-1]}
+    folder, length = sound(tmp_path / "model", config={"pad_token_id": -1, "eos_token_id": [0, 1]}, generation=ignored)
     assert problems(folder, length) == []
+
+
+@pytest.mark.parametrize("decoder", [False, True], ids=["without", "with"])
+@pytest.mark.parametrize("eos", ["<pad>", {"content": "<pad>", "lstrip": False}], ids=["text", "object"])
+def test_the_file_that_says_which_token_ends_a_text(tmp_path, decoder, eos):
+    """special_tokens_map.json, unless tokenizer_config.json lists the added tokens: as transformers reads them."""
+    from transformers import AutoTokenizer
+
+    style, bare = 4 if decoder else 5, {"chat_template": None}
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer(), style, tokenizer_config=bare)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
+    assert AutoTokenizer.from_pretrained(folder).eos_token == ("</s>" if decoder else "<pad>")
+    assert problems(folder, 400) == ([] if decoder else ["generation stops at [1], the tokenizer's <pad> has id 2"])
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert problems(folder, 400) == (["generation stops at [2], the tokenizer's </s> has id 1"] if decoder else [])
+
+
+@pytest.mark.parametrize(("file", "said"), worlds.OUTSIDE)
+def test_tokens_of_other_files_after_the_last_row(tmp_path, file, said):
+    """They have the ids that transformers gives them; a special one that nothing writes needs no row."""
+    from transformers import AutoTokenizer
+
+    rows = worlds.length(worlds.tokenizer())
+    folder = worlds.naming(tmp_path / "model", file, said)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded.convert_tokens_to_ids("<new>") == rows
+    special = loaded.added_tokens_decoder[rows].special
+    sentence = f"the tokenizer has {rows + 1} entries, the embedding {rows} rows: no text may have <new> in it"
+    assert findings(dict(files(folder)), rows) == [(sentence, not special)]
+    assert findings(dict(files(folder)), rows + 1) == []
+    (folder / "chat_template.jinja").write_text(load_template("chatml").replace("<|im_end|>", "<new>"))
+    assert (sentence, True) in findings(dict(files(folder)), rows)
 
 
 def test_no_tokenizer(tmp_path):

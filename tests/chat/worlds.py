@@ -79,3 +79,30 @@ STYLES: dict[int, dict[str, Any]] = {
 def vars_of(token: AddedToken) -> dict[str, Any]:
     names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     return {name: getattr(token, name) for name in names}
+
+
+def entry(special: bool) -> dict[str, dict[str, Any]]:
+    return {"700": vars_of(AddedToken("<new>", special=special))}
+
+
+OUTSIDE: list[tuple[str, dict[str, Any]]] = [
+    ("tokenizer_config.json", {"additional_special_tokens": ["<new>"]}),
+    ("tokenizer_config.json", {"extra_special_tokens": ["<new>"]}),
+    ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<new>"}}),
+    ("tokenizer_config.json", {"mask_token": {"__type": "AddedToken", **entry(True)["700"]}}),
+    ("tokenizer_config.json", {"added_tokens_decoder": entry(True)}),
+    ("tokenizer_config.json", {"added_tokens_decoder": entry(False)}),
+    ("tokenizer_config.json", {"added_tokens_decoder": entry(False), "unk_token": "<new>"}),
+    ("special_tokens_map.json", {"additional_special_tokens": ["<new>"]}),
+    ("special_tokens_map.json", {"cls_token": {"content": "<new>", "lstrip": False}}),
+    ("added_tokens.json", {"<new>": 700}),
+]
+"""Files beside a tokenizer.json that lacks `<new>`, which they name in ways that transformers heeds."""
+
+
+def naming(path: Path, file: str, said: dict[str, Any]) -> Path:
+    """A model folder with settings in a file beside its tokenizer.json."""
+    made = folder(path, tokenizer())
+    before = json.loads((made / file).read_text()) if (made / file).is_file() else {}
+    (made / file).write_text(json.dumps(before | said))
+    return made

@@ -241,16 +241,18 @@ def test_what_we_write_can_be_replaced(model, convert, tmp_path, command):
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("value", [211, [1, 10**6]])
-def test_an_end_of_text_that_no_model_generates_is_told(model, convert, tmp_path, name, value):
+@pytest.mark.parametrize(
+    ("key", "value"), [("eos_token_id", 211), ("eos_token_id", [1, 10**6]), ("forced_eos_token_id", 211)]
+)
+def test_an_end_of_text_that_no_model_generates_is_told(model, convert, tmp_path, name, key, value):
     run = Path(shutil.copytree(model(), tmp_path / "hf"))
     settings = json.loads((run / name).read_text()) if (run / name).exists() else {}
-    (run / name).write_text(json.dumps(settings | {"eos_token_id": value}))
+    (run / name).write_text(json.dumps(settings | {key: value}))
     last = value if isinstance(value, int) else value[-1]
     ran = convert("hf2hf", run, tmp_path / "out")
     assert (ran.code, f"note: {name} names token {last}, the vocabulary has 211" in ran.err) == (0, True), ran.err
     ran = convert("push", tmp_path / "out", "org/name", "-n")
-    assert (ran.code, f"eos_token_id of {name} is {last}, the embedding has 211 rows" in ran.err) == (5, True), ran.err
+    assert (ran.code, f"{key} of {name} is {last}, the embedding has 211 rows" in ran.err) == (5, True), ran.err
 
 
 @pytest.mark.parametrize("keep", [0.5, 0])

@@ -99,6 +99,8 @@ def test_a_universal_checkpoint_of_any_optimizer(made, convert, tmp_path):
     assert [adam.groups for adam in optimizers] == [optimizer(made(TWO) / "zero1", config=made(TWO) / "hf").groups] * 3
     assert [(adam.step, adam.samples) for adam in optimizers] == [(3, 6)] * 3
     assert convert("verify", second, first, "--config", made(TWO) / "hf", "--weights", "exp_avg").code == 0
+    ran = convert("zero2hf", first, tmp_path / "model", "--config", made(TWO) / "hf")
+    assert (ran.code, "which lists them by other names" in ran.err, "None" in ran.err) == (0, True, False), ran.err
 
 
 def test_the_training_goes_on_as_if_it_had_not_stopped(made, zero, convert, tmp_path):

@@ -56,6 +56,21 @@ def test_a_file_that_says_something_else_is_named(folders, name, values):
     assert notes(run.parent, base) == notes(base, base) == []
 
 
+def test_what_has_to_go_before_another_tokenizer_comes(folders):
+    """`convert assets` mixes no two: as transformers 4 saved the base, and transformers 5 the run."""
+    run, base = folders
+    changed(run / "tokenizer_config.json", eos_token="<pad>")
+    (run / "tokenizer.json").rename(run / "kept")
+    changed(base / "special_tokens_map.json", eos_token="</s>")
+    (said,) = notes(run, base)
+    assert said.endswith(f"`convert assets OUT --from {run}` puts it into OUT")
+    (run / "kept").rename(run / "tokenizer.json")
+    (said,) = notes(run, base)
+    assert said.endswith(
+        f"`convert assets OUT --from {run}` puts it into OUT once it is without special_tokens_map.json"
+    )
+
+
 def test_what_out_gets_instead(folders):
     """A template or a token may be in another file of BASE; of several files that are replaced, one note."""
     run, base = folders

@@ -15,7 +15,7 @@ from formats.huggingface.config import OF_NO_MODEL, config_differences, from_hug
 from formats.huggingface.rope import PARAMETERS
 from formats.model.checks import require_no_contradictions
 from formats.model.settings import TYPES
-from formats.model.spec import ModelSpec, Spec, computing_differences
+from formats.model.spec import ModelSpec, Spec, class_tells, computing_differences, of_own
 
 CONFIG = "config.json"
 IDLE = (
@@ -117,11 +117,9 @@ def _table_differences(ours: ModelSpec, theirs: ModelSpec, as_read: Callable[[],
     A null of a key of the family's own stands for a value that the class derives from others, and that trainers spell
     out: where one of the two has none, the lines of `as_read` tell whether the values of all such keys are one.
     """
-    lines = computing_differences(replace(ours, own=theirs.own), theirs)
-    owned = {name: (value, theirs.own[name]) for name, value in ours.own.items() if name in theirs.own}
-    if any(values.count(None) == 1 for values in owned.values()):
-        return [*lines, *(line for line in as_read() if line.partition(":")[0].partition(".")[0] in owned)]
-    return [*lines, *(f"{name}: {short(one)} | {short(other)}" for name, (one, other) in owned.items() if one != other)]
+    if class_tells(ours, theirs):
+        return [*computing_differences(replace(ours, own=theirs.own), theirs), *of_own(as_read(), theirs)]
+    return computing_differences(ours, theirs)
 
 
 def _comparable(config: Mapping[str, Any], *, nulls: bool = True) -> dict[str, Any]:

@@ -587,6 +587,22 @@ def test_kinds_of_layers_that_one_of_two_configs_lacks(model, convert, tmp_path,
         assert (ran.code, "contradict each other (run | base): layer_types" in ran.err) == (code, code == 5), ran.err
 
 
+def test_kinds_of_layers_that_one_of_two_models_lacks(model, convert, tmp_path):
+    """A trainer spells out what the config of the Hub leaves to the class: `diff` of the two finds nothing."""
+    folders = {}
+    full = [*["sliding_attention"] * 3, "full_attention"]
+    for name, kinds in {"hub": {}, "run": {"layer_types": full}, "other": {"sliding_window_pattern": 2}}.items():
+        folders[name] = shutil.copytree(model("cohere2"), tmp_path / name)
+        config = json.loads((folders[name] / "config.json").read_text())
+        config = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window_pattern")}
+        (folders[name] / "config.json").write_text(json.dumps(config | kinds))
+    for command in ("diff", "verify"):
+        assert convert(command, folders["hub"], folders["run"]).code == 0
+        for name in ("hub", "run"):
+            ran = convert(command, folders[name], folders["other"])
+            assert (ran.code, "layer_types: [" in ran.out + ran.err) == (6, True), ran.err
+
+
 LM = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 OF_VERSION_4 = [
     {"model_type": "cohere", **LM, "rope_theta": 8e6, "model_max_length": 131072},

@@ -115,7 +115,7 @@ def deliver(
     Raises:
         NetworkError: the store cannot be reached; the same call resumes.
         OutputError: OUT exists, or the local disk has no room for its largest files.
-        UnsupportedError: the output is an adapter, which is only written into a folder.
+        UnsupportedError: the output is an adapter or a universal checkpoint, only written into a folder.
     """
     target, stamps, plan = _target_of(plan, request), opened_stamps(plan), compared(plan)
     for source in plan.sources:
@@ -167,7 +167,7 @@ def check(plan: Plan, request: Request) -> None:
 
     Raises:
         OutputError: OUT exists.
-        UnsupportedError: the output is an adapter, which is only written into a folder.
+        UnsupportedError: the output is an adapter or a universal checkpoint, only written into a folder.
     """
     target = _target_of(plan, request)
     for source in plan.sources:
@@ -326,7 +326,10 @@ def _target_of(plan: Plan, request: Request) -> Target:
     if plan.target is None:
         raise ValueError("a plan without a target cannot run")
     if plan.plan_of_output is not None or not plan.target.files:
-        raise UnsupportedError(f"{request.out} is in a store, and an adapter is written into a folder", "name a folder")
+        raise UnsupportedError(
+            f"{request.out} is in a store; an adapter and a universal checkpoint are only written into a folder",
+            "name a folder, and send it afterwards",
+        )
     return plan.target
 
 

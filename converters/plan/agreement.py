@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ from formats.huggingface.folder import has_weights, read_files
 from formats.huggingface.quantized import without_quantization
 from formats.layout.table import MTP
 from formats.model.coherence import FURTHER, Finding, contradictions, losses, predicts_further
-from formats.model.spec import Spec, Verbatim, computing_differences, differences
+from formats.model.spec import ModelSpec, Spec, Verbatim, class_tells, computing_differences, differences, of_own
 from formats.model.vocab_rows import EMBEDDING, HEAD, rows
 
 NEEDED = ("transformers", "torch", "accelerate")
@@ -245,15 +246,26 @@ def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
 
     Of configs that are written otherwise, those as transformers reads them: a default may be written out in one.
     """
-    changed = differences(first.spec, other.spec)
-    verbatim = isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim)
-    if changed or not verbatim or first.config is None or other.config is None:
+    spec, another = first.spec, other.spec
+    changed = differences(spec, another)
+    if first.config is None or other.config is None:
         return changed
+    if isinstance(spec, ModelSpec) and isinstance(another, ModelSpec):
+        lines = _as_read(first.config, other.config) if class_tells(spec, another) else None
+        if lines is None:
+            return changed
+        return [*differences(replace(spec, own=another.own), another), *of_own(lines, spec)]
     written = config_differences(first.config, other.config)
-    if not written:
-        return []
-    one, two = config_as_read(first.config), config_as_read(other.config)
-    return written if one is None or two is None else config_differences(one, two)
+    if changed or not written:
+        return changed
+    lines = _as_read(first.config, other.config)
+    return written if lines is None else lines
+
+
+def _as_read(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str] | None:
+    """The differences of two configs as transformers reads them; None where it does not tell."""
+    one, two = config_as_read(first), config_as_read(other)
+    return None if one is None or two is None else config_differences(one, two)
 
 
 APART = "config.json differs in keys that no tensor depends on"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -173,10 +173,11 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     slots = on_hub if separate else in_memory
     peft.require_consumed(adapter, slots, base.root, only=base.settings.only)
     trainable = [slot for slot in slots.values() if not _is_further(slot)]
-    matrices = dict.fromkeys(slot.keys for slot in trainable if len(slot.shape) == 2)
-    modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
-    linear = {slot.keys[0].removesuffix(".weight") for slot in trainable if _is_linear(slot, base)}
-    if lacking := peft.missing(adapter, modules, dict.fromkeys(slot.keys for slot in trainable), linear):
+    lacking = _lacking(adapter, trainable, base)
+    if lacking and isinstance(base.spec, Verbatim) and base.config and not separate:
+        parts = names.parts_in_memory(base)
+        lacking = _lacking(adapter, [slot for slot in trainable if parts.isdisjoint(slot.keys)], base)
+    if lacking:
         some_trained = ", or not all linear layers were trained: then name those that were in target_modules"
         lost_biases = LOST_BIASES if adapter.config.get("bias") == "lora_only" else ""
         all_linear, untold = peft.is_all_linear(adapter.config), isinstance(base.spec, Verbatim)
@@ -185,12 +186,24 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
             + (f" ({UNTOLD})" if all_linear and untold else ""),
             "the file is not complete, or the base is another model" + (some_trained if all_linear else lost_biases),
         )
-    if beyond := peft.surplus(adapter, modules):
+    if beyond := peft.surplus(adapter, _modules(trainable)):
         raise SourceError(
             f"{saved.root} has a LoRA of {len(beyond)} modules that its config leaves out: {some(beyond, 3)}",
             "PEFT would not load all of them: take adapter_config.json from where the file comes from",
         )
     return adapter, slots
+
+
+def _modules(slots: Iterable[Slot]) -> list[list[str]]:
+    """The names of each module that has a matrix."""
+    matrices = dict.fromkeys(slot.keys for slot in slots if len(slot.shape) == 2)
+    return [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
+
+
+def _lacking(adapter: peft.Adapter, slots: Sequence[Slot], base: Checkpoint) -> list[str]:
+    """The modules and tensors among some that the adapter's config names, and that the adapter has nothing of."""
+    linear = {slot.keys[0].removesuffix(".weight") for slot in slots if _is_linear(slot, base)}
+    return peft.missing(adapter, _modules(slots), dict.fromkeys(slot.keys for slot in slots), linear)
 
 
 def _is_further(slot: Slot) -> bool:

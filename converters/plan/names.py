@@ -211,6 +211,15 @@ def slots_by_name_in_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> di
     return {name: named[name] for name in [*(name for name in answer.memory if name in named), *named]}
 
 
+def parts_in_memory(source: Checkpoint) -> set[str]:
+    """The tensors in files that are one tensor with others in memory, as experts are; none where nothing tells."""
+    answer = _transformers_names(source, json.loads(config_text(source, None)))
+    if answer is None:
+        return set()
+    pieces = ((name, *piece[:2]) for name, entry in answer.hub.items() for piece in entry["pieces"] or ())
+    return {name for name, inner, there in pieces if _box(there) != tuple((0, size) for size in answer.memory[inner])}
+
+
 def tied_names(source: Checkpoint, spec: Verbatim) -> set[str]:
     """All names, in memory and in files, of the tensors that transformers ties others to, such as an embedding."""
     answer = agreement.ask_transformers(json.loads(config_text(source, None)), spec.shapes)

@@ -148,7 +148,11 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
             kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
             raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
     if settings.only and all(source.left is None for source in sources):
-        raise UsageError(f"--only {settings.only}: {sources[0].root} holds a model of text alone", "leave it out")
+        kind = sources[0].spec.family
+        raise UsageError(
+            f"--only {settings.only}: {sources[0].root} holds a {kind}, of which no part but text is known",
+            "leave it out",
+        )
     if MTP in settings.drop and not any(mtp.keys_of(source.dropped) for source in sources):
         raise UsageError("--drop mtp: the model has no layer that predicts further tokens", "leave it out")
 

@@ -151,8 +151,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     part, names = language_model.select(named, fragments, settings, str(folder / "config.json")), [*fragments]
     fragments = part.of(language_model.with_transposed_experts(named, fragments, settings))
     spec = spec_of({key: fragment.shape for key, fragment in fragments.items()}, part.config, folder, settings)
-    own_config.require_same(path, named, names, settings, spec)
+    own = own_config.require_same(path, named, names, settings, spec)
     if isinstance(spec, ModelSpec):
+        spec = replace(spec, own=dict(own))
         fragments, note = dequantized(fragments, config)
     placed, dropped = match(model_slots(spec, fragments), {ALONE: fragments}, drops(spec, fragments, settings), path)
     other = unindexed_files(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from formats.huggingface.config import OF_NO_MODEL, config_differences, from_hug
 from formats.huggingface.rope import PARAMETERS
 from formats.model.checks import require_no_contradictions
 from formats.model.settings import TYPES
-from formats.model.spec import ModelSpec, Spec, computing_differences
+from formats.model.spec import ModelSpec, Spec, class_tells, computing_differences, of_own
 
 CONFIG = "config.json"
 IDLE = (
@@ -45,7 +45,7 @@ HINT_OF_SETTINGS = "leave --config out, correct one of them, or decide with --se
 
 def require_same(
     own: Path | None, base: Mapping[str, Any], keys: Iterable[str], settings: Settings, spec: Spec | None
-) -> None:
+) -> Mapping[str, Any]:
     """Refuse a config of the user that contradicts the one that the weights come with.
 
     Settings that the user passed overrule both configs, and so do names and shapes of the weights (`tied`, `vocab`).
@@ -58,24 +58,32 @@ def require_same(
         settings: the user's settings.
         spec: the model as `base` has it; None where its config is carried as it is.
 
+    Returns:
+        The settings of the family's own as the config beside the weights spells them; those of `base` if it is compared
+        with none, or no table describes it.
+
     Raises:
         RefusedError: the two contradict each other.
         SourceError: the config beside the weights cannot be read.
     """
+    owned = spec.own if isinstance(spec, ModelSpec) else {}
     if own is None or settings.config is None:
-        return
+        return owned
     where, config = str(own / CONFIG), read_json(own / CONFIG)
     if not isinstance(config.get("model_type"), str):  # of a trainer, not of a model
-        return
+        return owned
     names = list(keys)
     ours, theirs = (language_model.select(dict(each), names, settings, where).config for each in (config, base))
-    lines = _table_differences(ours, spec, where, settings) if isinstance(spec, ModelSpec) else None
-    decidable = lines is not None and all(line.partition(":")[0] in TYPES for line in lines)
-    if lines is None:
+    known = _spec_of(ours, where, settings) if isinstance(spec, ModelSpec) else None
+    if isinstance(spec, ModelSpec) and known:
+        lines = _table_differences(known, spec, lambda: _key_differences(ours, theirs, settings))
+    else:
         lines = _key_differences(ours, theirs, settings)
+    decidable = known is not None and all(line.partition(":")[0] in TYPES for line in lines)
     both = f"{where} and {settings.config / CONFIG}"
     hint = HINT_OF_SETTINGS if decidable else HINT
     require_no_contradictions(lines, both, f"{own.name} | {settings.config.name}", hint)
+    return known.own if known else owned
 
 
 def _key_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], settings: Settings) -> list[str]:
@@ -96,24 +104,22 @@ def _key_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], setting
     return config_differences(*_shared(_comparable(one), _comparable(other), whole=(PARAMETERS,)))
 
 
-def _table_differences(config: dict[str, Any], spec: ModelSpec, where: str, settings: Settings) -> list[str] | None:
-    """The settings in which a config differs from a spec; of a key of the family's own, only where both have a value.
-
-    None if no table describes the config.
-
-    A null of such a key stands for a value that the class derives from others, and that trainers spell out.
-    """
+def _spec_of(config: dict[str, Any], where: str, settings: Settings) -> ModelSpec | None:
     try:
-        ours = from_huggingface(config, settings.values, where)
+        return from_huggingface(config, settings.values, where)
     except UnsupportedError:
         return None
-    owned = [name for name in ours.own if None not in (ours.own[name], spec.own.get(name))]
-    further = [
-        f"{name}: {short(ours.own[name])} | {short(spec.own[name])}"
-        for name in owned
-        if ours.own[name] != spec.own[name]
-    ]
-    return [*computing_differences(replace(ours, own=spec.own), spec), *further]
+
+
+def _table_differences(ours: ModelSpec, theirs: ModelSpec, as_read: Callable[[], list[str]]) -> list[str]:
+    """The settings in which two specs differ.
+
+    A null of a key of the family's own stands for a value that the class derives from others, and that trainers spell
+    out: where one of the two has none, the lines of `as_read` tell whether the values of all such keys are one.
+    """
+    if class_tells(ours, theirs):
+        return [*computing_differences(replace(ours, own=theirs.own), theirs), *of_own(as_read(), theirs)]
+    return computing_differences(ours, theirs)
 
 
 def _comparable(config: Mapping[str, Any], *, nulls: bool = True) -> dict[str, Any]:

@@ -264,9 +264,19 @@ def differences(one: Spec, other: Spec) -> list[str]:
     if type(one) is not type(other):
         why = next(spec.why for spec in (one, other) if isinstance(spec, Verbatim))
         return [f"one is described by a table, the other is not: {why}"]
-    ours, theirs = one.settings(), other.settings()
+    ours, theirs = ({**spec.settings(), **spec.settings().get("own", {}), "own": None} for spec in (one, other))
     names = dict.fromkeys([*ours, *theirs])
     return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
+
+
+def class_tells(one: ModelSpec, other: ModelSpec) -> bool:
+    """Whether one of two models leaves a value of a key of the family's own to its class, and the other spells it."""
+    return any((one.own[name] is None) != (other.own[name] is None) for name in one.own.keys() & other.own.keys())
+
+
+def of_own(lines: Iterable[str], spec: ModelSpec) -> list[str]:
+    """Those of the differences of two configs that are of a key of the family's own, wherever it is nested."""
+    return [line for line in lines if not spec.own.keys().isdisjoint(line.partition(":")[0].split("."))]
 
 
 def computing_differences(one: ModelSpec, other: ModelSpec) -> list[str]:

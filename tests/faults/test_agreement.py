@@ -572,6 +572,37 @@ def test_a_value_under_a_key_that_the_other_config_lacks(convert, tmp_path, remo
         assert convert("diff", tmp_path / "out", run).code == 0
 
 
+@pytest.mark.parametrize("command", ["fsdp2hf", "hf2hf"])
+def test_kinds_of_layers_that_one_of_two_configs_lacks(model, convert, tmp_path, command):
+    """Their class derives them, from the step that the config has or from its default."""
+    source, run, base = model("cohere2"), tmp_path / "run", config_of(model("cohere2"), tmp_path / "base")
+    assert convert("hf2fsdp" if command == "fsdp2hf" else "hf2hf", source, run).code == 0
+    written = json.loads((run / "config.json").read_text())
+    lacking = {key: value for key, value in written.items() if key not in ("layer_types", "sliding_window_pattern")}
+    kinds = {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+    for ours, theirs, code in (({}, kinds, 0), (kinds, {}, 0), ({}, {"sliding_window_pattern": 2}, 5)):
+        (run / "config.json").write_text(json.dumps(lacking | ours))
+        (base / "config.json").write_text(json.dumps(lacking | theirs))
+        ran = convert(command, run, tmp_path / "out", "--config", base, "--force")
+        assert (ran.code, "contradict each other (run | base): layer_types" in ran.err) == (code, code == 5), ran.err
+
+
+def test_kinds_of_layers_that_one_of_two_models_lacks(model, convert, tmp_path):
+    """A trainer spells out what the config of the Hub leaves to the class: `diff` of the two finds nothing."""
+    folders = {}
+    full = [*["sliding_attention"] * 3, "full_attention"]
+    for name, kinds in {"hub": {}, "run": {"layer_types": full}, "other": {"sliding_window_pattern": 2}}.items():
+        folders[name] = shutil.copytree(model("cohere2"), tmp_path / name)
+        config = json.loads((folders[name] / "config.json").read_text())
+        config = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window_pattern")}
+        (folders[name] / "config.json").write_text(json.dumps(config | kinds))
+    for command in ("diff", "verify"):
+        assert convert(command, folders["hub"], folders["run"]).code == 0
+        for name in ("hub", "run"):
+            ran = convert(command, folders[name], folders["other"])
+            assert (ran.code, "layer_types: [" in ran.out + ran.err) == (6, True), ran.err
+
+
 LM = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 OF_VERSION_4 = [
     {"model_type": "cohere", **LM, "rope_theta": 8e6, "model_max_length": 131072},

@@ -232,6 +232,32 @@ def test_routers_in_all_linear_of_a_model_without_a_table(convert, tmp_path, kin
         assert "then name those that were in target_modules" in ran.err
 
 
+def test_experts_one_by_one_in_files_are_no_modules(convert, tmp_path):
+    """A model without a table has them as one tensor in memory, so PEFT finds the names in dense layers alone."""
+    import torch
+    from safetensors.numpy import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base, settings = tmp_path / "base", UNTABLED_EXPERTS["jamba"][3] | {"expert_layer_period": 2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("jamba", **SMALL, **settings)).save_pretrained(base)
+    assert any(".experts.0.down_proj" in key for key in load_file(base / "model.safetensors"))
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["gate_proj", "up_proj", "down_proj"])
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    want = tmp_path / "want"
+    build = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    build.load_state_dict({key: tensor.float() for key, tensor in judged(base, adapter, "float64").items()})
+    build.save_pretrained(want)
+    exact = loaded(want)
+    for key, tensor in loaded(tmp_path / "out").items():
+        assert torch.equal(tensor, exact[key]), key
+    factors = load_file(adapter / "adapter_model.safetensors")
+    kept = {key: tensor for key, tensor in factors.items() if ".up_proj." not in key}
+    save_file(kept, adapter / "adapter_model.safetensors")
+    ran = convert("merge", base, adapter, tmp_path / "less")
+    assert (ran.code, "has nothing of 1 modules" in ran.err, ".experts." in ran.err) == (3, True, False), ran.err
+
+
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}])
 def test_an_embedding_that_is_square(model, convert, tmp_path, settings):
     """Its shape tells no longer that LoRA of an embedding is added transposed, table or none."""

@@ -436,3 +436,16 @@ def test_without_a_number_of_heads_a_state_space_is_twice_as_wide_as_the_model()
     args = to_megatron(from_huggingface(settings_of("nemotron_h", **EPSILON), {}, "one"))
     wide = args | {"mamba_num_heads": None, "mamba_head_dim": 8, "mamba_num_groups": 4}
     assert from_megatron(wide, {}, None, "args").state_heads == 2 * args["hidden_size"] // 8
+
+
+def test_the_pattern_alone_makes_a_hybrid():
+    """megatron-core 0.19.2 training/models/hybrid.py: the flag is about initialization, no `--spec` is the default."""
+    args = to_megatron(from_huggingface(settings_of("nemotron_h", **EPSILON), {}, "one"))
+    assert args["is_hybrid_model"] is True
+    newer = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    for spec in (args["spec"], newer, None):
+        for flag in (True, False):
+            told = args | {"is_hybrid_model": flag, "spec": spec}
+            assert from_megatron(told, {}, None, "args") == from_megatron(args, {}, None, "args")
+    with pytest.raises(UnsupportedError, match=r"spec = \['mine', 'stack'\] is not supported"):
+        from_megatron(args | {"spec": ["mine", "stack"]}, {}, None, "args")

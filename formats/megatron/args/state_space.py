@@ -47,8 +47,13 @@ decoder.layers.{layer}.mixer.conv1d.bias.C       state_c_taps_bias: (state_group
 """)
 """The tensors of torch_dist in place of `in_proj.weight` and `conv1d`."""
 
-SPEC = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
-"""The value of `--spec` for hybrids."""
+SPECS = (
+    "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+    "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
+    None,
+)
+"""The values of `--spec` for the same layers: written here, of newer trees, and without one, which 0.19 takes for it
+(training/models/hybrid.py)."""
 STATES = ("mixer.in_proj", "mixer.out_proj")
 """The modules of a layer whose `_extra_state` a strict load of torch_dist needs."""
 LAST_STATES = ("decoder.final_norm", "output_layer")

@@ -110,10 +110,10 @@ linear_value_heads  linear_num_value_heads                         same         
 linear_key_dim     linear_key_head_dim                             same                         recurrent
 linear_value_dim   linear_value_head_dim                           same                         recurrent
 linear_taps        linear_conv_kernel_dim                          same                         recurrent
--                  is_hybrid_model                                 = true                       state
+-                  is_hybrid_model                                 any, write true              state
 -                  position_embedding_type                         = "none"                     state
 -                  {" ".join(rope.NONE)}                           no scaling                   state
--                  spec                                            {state_space.SPEC}           state
+-                  spec                                            layers of hybrids            state
 mlp_layers         {PATTERN}                                       MLP blocks                   state
 state_layers       {PATTERN}                                       Mamba blocks                 state
 dense_layers       {PATTERN}                                       dense MLP blocks             moe with state
@@ -143,7 +143,7 @@ TABLE = rows(
     {
         **layers.CODECS,
         **moe.CODECS,
-        state_space.SPEC: choice((state_space.SPEC.split(), None)),
+        "layers of hybrids": choice(*((spec.split() if spec else None, None) for spec in state_space.SPECS)),
         "RMSNorm": choice(("RMSNorm", False)),
         "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
         "required flag": indexer.pairs,

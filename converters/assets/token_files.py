@@ -129,15 +129,15 @@ def tokens_outside(assets: Assets, known: Container[str]) -> dict[str, Outside]:
     config, special = _token_settings(assets)
     name = TOKENIZER_CONFIG if DECODER in config else ADDED
     listed = config[DECODER] if DECODER in config else [*object_of(assets, ADDED)]
-    found = [
+    named = [
         (token, Outside(name, isinstance(token, dict) and token.get("special") is True)) for token in _values(listed)
     ]
     config = {key: value for key, value in config.items() if key in LISTS or key not in special}
     for name, settings in ((SPECIAL, special), (TOKENIZER_CONFIG, config)):
         for key, value in settings.items():
             tokens = _values(value) if key in LISTS else [value] if key.endswith("_token") else []
-            found += [(token, Outside(name, True)) for token in tokens]
-    texts = {text: outside for token, outside in found if isinstance(text := text_of(token), str) and text}
+            named += [(token, Outside(name, True)) for token in tokens]
+    texts = {text: outside for token, outside in named if isinstance(text := text_of(token), str) and text}
     return {text: outside for text, outside in texts.items() if text not in known}
 
 

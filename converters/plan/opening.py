@@ -14,6 +14,7 @@ from formats.format import Format
 from formats.huggingface import mtp
 from formats.layout.table import MTP
 from formats.model import accepted
+from formats.model.spec import idle_setting
 from formats.registry import KNOWN_TO, downloaded, format_of, open_checkpoint
 
 if TYPE_CHECKING:
@@ -147,6 +148,10 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
             flag = FLAGS.get(name, name).replace("_", "-")
             kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
             raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
+    for name in settings.values:
+        idle = [idle_setting(source.spec, name, settings.values) for source in sources]
+        if why := all(idle) and idle[0]:
+            raise UsageError(f"--set {name} has no effect on {sources[0].root}: {why}", "leave it out")
     if settings.only and all(source.left is None for source in sources):
         kind = sources[0].spec.family
         raise UsageError(

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from formats.errors import short
 from formats.families import family_named
 from formats.layout.slots import Slot, slots
 from formats.layout.table import DISTINGUISHED_KINDS, MTP, Rule, model_tensors
 from formats.layout.tensors import TENSORS
-from formats.model.settings import CHOICES, EVERY, LISTS, Parts
+from formats.model.settings import CHOICES, EVERY, FIXED, LISTS, Parts
 
 MIXERS = {"recurrent_layers": "recurrent", "state_layers": "state", "short_layers": "short"}
 """Setting: the kind of the layers that it names, by their token mixer; all other layers have attention."""
@@ -267,6 +268,23 @@ def differences(one: Spec, other: Spec) -> list[str]:
     ours, theirs = ({**spec.settings(), **spec.settings().get("own", {}), "own": None} for spec in (one, other))
     names = dict.fromkeys([*ours, *theirs])
     return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
+
+
+def idle_setting(spec: Spec, name: str, settings: Mapping[str, Any]) -> str:
+    """Why one of the user's settings changes nothing in the model that was read with them; empty if it does.
+
+    Names and shapes of tensors tell `COMPARED_BY_NAMES`, and a rope scaling has several spellings.
+    """
+    if isinstance(spec, Verbatim) or name in (*COMPARED_BY_NAMES, "rope_scaling"):
+        return ""
+    value, known = settings[name], getattr(spec, name)
+    known = FIXED.get(name) if known is None else known
+    if known != (tuple(value) if isinstance(value, list) else value):
+        return f"{name} of this {spec.family} is {short(list(known) if isinstance(known, tuple) else known)}"
+    everywhere = spec.full_layers is not None and len(spec.full_layers) == spec.layers
+    if name == "full_layers" and value and spec.sliding_window is None:
+        return "no layer has a window"
+    return "all layers are in full_layers" if name == "sliding_window" and value and everywhere else ""
 
 
 def class_tells(one: ModelSpec, other: ModelSpec) -> bool:

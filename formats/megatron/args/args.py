@@ -61,6 +61,9 @@ def from_megatron(
         args = {**args, POSITIONS: "rope"}  # in older trees the flag is all that tells
     if args.get(POSITIONS) is None:
         return _with_learned_positions(args, settings, base, where, accept, settled, trained)
+    window = settings.get("sliding_window")
+    if type(window) is int and window > 0:  # which layers have it depends on other arguments
+        args = {**args, "window_size": [window - 1, 0]}
     traits = marks(args)
     holding = conditions(traits)
     judged = [row.keys for row in TABLE if row.condition in holding.intersection(MARKS)]

@@ -59,6 +59,7 @@ class TransformersNames(NamedTuple):
         hub: shape and pieces of each tensor of its files.
         tied: copy in memory: the tensor that it is a copy of.
         renamed: name of a tensor of the checkpoint, of one that is loaded as it is: its name in memory.
+        buffers: the names in memory of its buffers.
     """
 
     spec: Verbatim
@@ -66,6 +67,7 @@ class TransformersNames(NamedTuple):
     hub: Mapping[str, Mapping[str, Any]]
     tied: Mapping[str, str]
     renamed: Mapping[str, str]
+    buffers: frozenset[str]
 
 
 def has_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> bool:
@@ -149,7 +151,10 @@ def with_names_in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkp
 
 
 def as_trained(source: Checkpoint) -> Checkpoint:
-    """An FSDP checkpoint as its optimizer knows it: tensors that transformers ties are copies of one parameter."""
+    """An FSDP checkpoint as its optimizer knows it: tensors that transformers ties are copies of one parameter.
+
+    What transformers says of the buffers of the model is in `buffers`.
+    """
     if source.format != FSDP.name or not isinstance(source.spec, Verbatim):
         return source
     config = json.loads(config_text(source, None))
@@ -159,7 +164,8 @@ def as_trained(source: Checkpoint) -> Checkpoint:
     spec, tied = answer.spec, _tied(answer)
     moves = {copy: [_whole(copy, spec.shapes[copy])._replace(name=entry)] for copy, entry in tied.items()}
     shapes = {name: shape for name, shape in spec.shapes.items() if name not in tied}
-    return _renamed(source, spec, config, Names(shapes, moves, tuple(tied)), spec.under)
+    renamed = _renamed(source, spec, config, Names(shapes, moves, tuple(tied)), spec.under)
+    return replace(renamed, buffers=answer.buffers)
 
 
 def with_names(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, str]) -> Checkpoint:
@@ -253,7 +259,7 @@ def _transformers_names(source: Checkpoint, config: Mapping[str, Any]) -> Transf
     tied = answer["tied"]
     if (source.config or {}).get("tie_word_embeddings") is False:  # T5 1.1, whose class ties heads that no file holds
         tied = {copy: entry for copy, entry in tied.items() if copy not in spec.shapes or not HEAD.fullmatch(copy)}
-    return TransformersNames(spec, shapes, answer["hub"], tied, dict(answer["renamed"]))
+    return TransformersNames(spec, shapes, answer["hub"], tied, dict(answer["renamed"]), frozenset(answer["buffers"]))
 
 
 def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator[Move]:

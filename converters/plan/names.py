@@ -21,6 +21,7 @@ from formats.errors import SourceError, UnsupportedError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.layout.columns import Cut
+from formats.layout.leaves import Leaf
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.model import untabled
@@ -308,7 +309,7 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     """A physical tensor, or a part of one, as parts of the new tensors.
 
     Raises:
-        UnsupportedError: the part is an interval of elements of a tensor that has to be cut into boxes.
+        UnsupportedError: the part is in 8 bits, whose blocks run over the boxes that it has to be cut into.
     """
     (old,) = placed.slot.rule.pattern.tensors
     whole = _whole(old, spec.shapes[old])
@@ -316,38 +317,41 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     copies = [*spec.copies, *names.copies]  # each of which has a number of its own, a shared head's is 0
     number = copies.index(old) if old in names.copies and not copy.shared else 0
     copy = copy._replace(shared=copy.shared or old in names.copies, number=copy.number * (len(copies) + 1) + number)
-    part = Cut(whole.box) if placed.part is None else placed.part
+    leaves: list[Leaf] = []
     for move in names.moves.get(old, (whole,)):
         if move.name in new.copies:
             continue
         slot = untabled.slot(placed.key, move.name, new.shapes[move.name], copy, transposed=move.name in new.transposed)
         if move._replace(name=old) == whole and new.shapes[move.name] == spec.shapes[old]:
             yield placed._replace(slot=slot)
-        elif part.flat:
+            continue
+        if placed.fragment.pieces:
             raise UnsupportedError(
-                f"{placed.fragment.path} holds a flat piece of {old}, of which transformers makes several tensors",
-                "save again with SHARDED_STATE_DICT",
+                f"{placed.fragment.path} holds {old} in 8 bits, of which transformers makes several tensors",
+                "convert hf2fsdp, and what that writes with convert fsdp2hf",
             )
-        elif (cut := _cut(placed.fragment, part.ranges, move)) is not None:
-            yield Placed(placed.key, slot, *cut)
+        leaves = leaves or [leaf for each in placed.layout.lowered() for leaf in each]
+        for leaf in leaves:
+            if (cut := _cut(placed.fragment, leaf, move)) is not None:
+                yield Placed(placed.key, slot, *cut)
 
 
-def _cut(fragment: Fragment, box: Box, move: Move) -> tuple[Fragment, Cut] | None:
-    """The elements of a move in a fragment that holds `box` of the old tensor, and their box in the new one, if any."""
+def _cut(fragment: Fragment, leaf: Leaf, move: Move) -> tuple[Fragment, Cut] | None:
+    """The elements of a move in the fragment of a leaf of the old tensor, and their box in the new one, if any."""
     here = tuple(
-        (max(begin, low_there), min(end, stop)) for (begin, end), (low_there, stop) in zip(box, move.box, strict=True)
+        (max(span.start, low), min(span.stop, high)) for span, (low, high) in zip(leaf.spans, move.box, strict=True)
     )
     if any(low >= high for low, high in here):
         return None
-    steps = zip(here, box, fragment.strides, strict=True)
-    offset = sum((low - start) * stride for (low, _), (start, _), stride in steps)
+    steps = zip(here, leaf.spans, strict=True)
+    offset = leaf.base + sum((low - span.start) * span.stride for (low, _), span in steps)
     ranges, strides = list(move.target_box), [0] * len(move.target_box)
     for dim, axis in enumerate(move.axes):
         if axis is None:
             continue
         start = move.target_box[axis][0] + here[dim][0] - move.box[dim][0]
         ranges[axis] = (start, start + here[dim][1] - here[dim][0])
-        strides[axis] = fragment.strides[dim]
+        strides[axis] = leaf.spans[dim].stride
     view = fragment._replace(
         offset=fragment.offset + offset * DTYPES[fragment.dtype],
         shape=tuple(high - low for low, high in ranges),

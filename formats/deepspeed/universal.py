@@ -313,7 +313,7 @@ def require_trained(
         raise SourceError(
             f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
             f"{some(missing, 8)}",
-            "convert the checkpoint that it was made of: convert zero2hf",
+            "convert the checkpoint that it was made of: convert zero2hf, or of an FSDP training fsdp2hf",
         )
 
 

@@ -104,6 +104,7 @@ class Checkpoint:
         notes: further messages for the user.
         proof: where `tensors` are moments, the FP32 master weights beside them, which can be compared with the module.
         without: the logical tensors of the model that the checkpoint does not hold.
+        buffers: the logical tensors that transformers has as buffers, of a model without a table; None if not known.
         settings: the options with which the checkpoint was opened.
         config: the parsed config.json of `assets`.
         run_config: the settings of model and training in a file of the run, such as the yml of GPT-NeoX.
@@ -133,6 +134,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     proof: Checkpoint | None = None
     without: frozenset[str] = frozenset()
+    buffers: frozenset[str] | None = None
     settings: Settings = field(default_factory=Settings)
     config: Mapping[str, Any] | None = None
     run_config: Mapping[str, Any] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from formats.errors import SourceError, UnsupportedError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.layout.columns import Cut
+from formats.layout.leaves import Leaf
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.model import untabled
@@ -59,6 +60,7 @@ class TransformersNames(NamedTuple):
         hub: shape and pieces of each tensor of its files.
         tied: copy in memory: the tensor that it is a copy of.
         renamed: name of a tensor of the checkpoint, of one that is loaded as it is: its name in memory.
+        buffers: the names in memory of its buffers.
     """
 
     spec: Verbatim
@@ -66,6 +68,7 @@ class TransformersNames(NamedTuple):
     hub: Mapping[str, Mapping[str, Any]]
     tied: Mapping[str, str]
     renamed: Mapping[str, str]
+    buffers: frozenset[str]
 
 
 def has_names_in_memory(source: Checkpoint, config: Mapping[str, Any]) -> bool:
@@ -149,7 +152,10 @@ def with_names_in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkp
 
 
 def as_trained(source: Checkpoint) -> Checkpoint:
-    """An FSDP checkpoint as its optimizer knows it: tensors that transformers ties are copies of one parameter."""
+    """An FSDP checkpoint as its optimizer knows it: tensors that transformers ties are copies of one parameter.
+
+    What transformers says of the buffers of the model is in `buffers`.
+    """
     if source.format != FSDP.name or not isinstance(source.spec, Verbatim):
         return source
     config = json.loads(config_text(source, None))
@@ -159,7 +165,8 @@ def as_trained(source: Checkpoint) -> Checkpoint:
     spec, tied = answer.spec, _tied(answer)
     moves = {copy: [_whole(copy, spec.shapes[copy])._replace(name=entry)] for copy, entry in tied.items()}
     shapes = {name: shape for name, shape in spec.shapes.items() if name not in tied}
-    return _renamed(source, spec, config, Names(shapes, moves, tuple(tied)), spec.under)
+    renamed = _renamed(source, spec, config, Names(shapes, moves, tuple(tied)), spec.under)
+    return replace(renamed, buffers=answer.buffers)
 
 
 def with_names(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, str]) -> Checkpoint:
@@ -262,7 +269,7 @@ def _transformers_names(source: Checkpoint, config: Mapping[str, Any]) -> Transf
     tied = answer["tied"]
     if (source.config or {}).get("tie_word_embeddings") is False:  # T5 1.1, whose class ties heads that no file holds
         tied = {copy: entry for copy, entry in tied.items() if copy not in spec.shapes or not HEAD.fullmatch(copy)}
-    return TransformersNames(spec, shapes, answer["hub"], tied, dict(answer["renamed"]))
+    return TransformersNames(spec, shapes, answer["hub"], tied, dict(answer["renamed"]), frozenset(answer["buffers"]))
 
 
 def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator[Move]:
@@ -311,7 +318,7 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     """A physical tensor, or a part of one, as parts of the new tensors.
 
     Raises:
-        UnsupportedError: the part is an interval of elements of a tensor that has to be cut into boxes.
+        UnsupportedError: the part is in 8 bits, whose blocks run over the boxes that it has to be cut into.
     """
     (old,) = placed.slot.rule.pattern.tensors
     whole = _whole(old, spec.shapes[old])
@@ -319,38 +326,41 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     copies = [*spec.copies, *names.copies]  # each of which has a number of its own, a shared head's is 0
     number = copies.index(old) if old in names.copies and not copy.shared else 0
     copy = copy._replace(shared=copy.shared or old in names.copies, number=copy.number * (len(copies) + 1) + number)
-    part = Cut(whole.box) if placed.part is None else placed.part
+    leaves: list[Leaf] = []
     for move in names.moves.get(old, (whole,)):
         if move.name in new.copies:
             continue
         slot = untabled.slot(placed.key, move.name, new.shapes[move.name], copy, transposed=move.name in new.transposed)
         if move._replace(name=old) == whole and new.shapes[move.name] == spec.shapes[old]:
             yield placed._replace(slot=slot)
-        elif part.flat:
+            continue
+        if placed.fragment.pieces:
             raise UnsupportedError(
-                f"{placed.fragment.path} holds a flat piece of {old}, of which transformers makes several tensors",
-                "save again with SHARDED_STATE_DICT",
+                f"{placed.fragment.path} holds {old} in 8 bits, of which transformers makes several tensors",
+                "convert hf2fsdp, and what that writes with convert fsdp2hf",
             )
-        elif (cut := _cut(placed.fragment, part.ranges, move)) is not None:
-            yield Placed(placed.key, slot, *cut)
+        leaves = leaves or [leaf for each in placed.layout.lowered() for leaf in each]
+        for leaf in leaves:
+            if (cut := _cut(placed.fragment, leaf, move)) is not None:
+                yield Placed(placed.key, slot, *cut)
 
 
-def _cut(fragment: Fragment, box: Box, move: Move) -> tuple[Fragment, Cut] | None:
-    """The elements of a move in a fragment that holds `box` of the old tensor, and their box in the new one, if any."""
+def _cut(fragment: Fragment, leaf: Leaf, move: Move) -> tuple[Fragment, Cut] | None:
+    """The elements of a move in the fragment of a leaf of the old tensor, and their box in the new one, if any."""
     here = tuple(
-        (max(begin, low_there), min(end, stop)) for (begin, end), (low_there, stop) in zip(box, move.box, strict=True)
+        (max(span.start, low), min(span.stop, high)) for span, (low, high) in zip(leaf.spans, move.box, strict=True)
     )
     if any(low >= high for low, high in here):
         return None
-    steps = zip(here, box, fragment.strides, strict=True)
-    offset = sum((low - start) * stride for (low, _), (start, _), stride in steps)
+    steps = zip(here, leaf.spans, strict=True)
+    offset = leaf.base + sum((low - span.start) * span.stride for (low, _), span in steps)
     ranges, strides = list(move.target_box), [0] * len(move.target_box)
     for dim, axis in enumerate(move.axes):
         if axis is None:
             continue
         start = move.target_box[axis][0] + here[dim][0] - move.box[dim][0]
         ranges[axis] = (start, start + here[dim][1] - here[dim][0])
-        strides[axis] = fragment.strides[dim]
+        strides[axis] = leaf.spans[dim].stride
     view = fragment._replace(
         offset=fragment.offset + offset * DTYPES[fragment.dtype],
         shape=tuple(high - low for low, high in ranges),

@@ -192,8 +192,9 @@ def trace_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
         shapes: name and shape of each of these tensors.
 
     Returns:
-        `memory`: name and shape of each tensor of its state dict; `tied`: copy and original; `hub`: name, shape and
-        pieces (None where they cannot be told) of each tensor that it would be saved as.
+        `memory`: name and shape of each tensor of its state dict; `buffers`: the names of those that are no parameters;
+        `tied`: copy and original; `hub`: name, shape and pieces (None where they cannot be told) of each tensor that it
+        would be saved as.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -221,7 +222,9 @@ def trace_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
     saved = {
         name: {"shape": list(tensor.shape), "pieces": getattr(tensor, "pieces", None)} for name, tensor in hub.items()
     }
-    return {"memory": {name: list(shape) for name, shape in memory.items()}, "tied": tied, "hub": saved}
+    buffers = [name for name, tensor in state.items() if not isinstance(tensor, torch.nn.Parameter)]
+    shapes_in_memory = {name: list(shape) for name, shape in memory.items()}
+    return {"memory": shapes_in_memory, "buffers": buffers, "tied": tied, "hub": saved}
 
 
 def _transpose_always(model: Any) -> None:

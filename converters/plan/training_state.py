@@ -355,20 +355,22 @@ def _for_fsdp(
 
 def _trained(source: Checkpoint) -> Checkpoint:
     """A checkpoint with the trained parameters alone, as an optimizer holds them."""
-    return replace(source, tensors=_parts_of(source, buffers=False), without=UNTRAINED)
+    return replace(source, tensors=_parts_of(source, UNTRAINED, within=False), without=UNTRAINED)
 
 
 def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
     """A checkpoint with FP32 master weights in place of the weights; tensors that nothing trains stay as they are."""
-    tensors = (*masters.tensors, *_parts_of(source, buffers=True))
+    others = UNTRAINED | masters.without
+    tensors = (*masters.tensors, *_parts_of(source, others, within=True))
     files = tuple(dict.fromkeys([*source.files, *files_of(masters.tensors)]))
-    return replace(source, files=files, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
+    twins = masters.twins or _parts_of(source, others, within=False)
+    return replace(source, files=files, tensors=tensors, twins=twins)
 
 
-def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
-    """The tensors of a model that no optimizer trains (`buffers`), or all others."""
+def _parts_of(source: Checkpoint, names: Set[str], *, within: bool) -> tuple[Placed, ...]:
+    """The tensors of a model that hold logical tensors among `names` (`within`), or all others."""
     return tuple(
-        placed for placed in source.tensors if bool(UNTRAINED.intersection(placed.slot.rule.pattern.tensors)) == buffers
+        placed for placed in source.tensors if within is not names.isdisjoint(placed.slot.rule.pattern.tensors)
     )
 
 

@@ -123,7 +123,8 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     optimizer.require_only((Group, Lion), source.root, why)
     step = optimizer.updates(source.home)
     slots = huggingface.model_slots(source.spec, memory=True)
-    buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
+    untrained = BUFFERS | (optimizer.states["exp_avg"].without & (source.buffers or frozenset()))
+    buffers = [slot.keys[0] for slot in slots if untrained.intersection(slot.rule.pattern.tensors)]
     groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer, step)
     parameters = [each for group in groups.values() for each in group]
     most = 2 if optimizer.groups else len(parameters)  # groups of the training, which loads no states of further ones
@@ -132,7 +133,7 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     model = _model(step, optimizer.samples, groups.values()) | {"buffer_names": buffers}
     small = universal.texts(parameters, settings, model, 1)
     opened = {"fp32": source, **optimizer.states}
-    opened = {state: replace(checkpoint, without=BUFFERS) for state, checkpoint in opened.items()}
+    opened = {state: replace(checkpoint, without=untrained) for state, checkpoint in opened.items()}
     target = _target(request.root, f"global_step{step}", parameters, small, opened)
     jobs = _jobs(opened, target)
     copies = assets.own_family(source.spec)

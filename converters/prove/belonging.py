@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from converters.move.engine import digest_of
+from converters.plan.names import as_trained
 from converters.plan.request import Limits
 from converters.plan.state_jobs import state_jobs
 from converters.plan.targets import plan_reading
@@ -23,6 +24,6 @@ def require_one_checkpoint(source: Checkpoint, limits: Limits) -> None:
     training, masters = format_of(source).training, dict[str, Checkpoint]()
     listed = (source.home / dcp.METADATA).is_file()  # it lists all pieces of an optimizer, and their files
     if training is not None and not listed and training.is_trained(source):  # also where the vocabulary is unknown
-        masters = {state: of for state, of in training.states(source)[0].items() if state == "fp32"}
+        masters = {state: of for state, of in training.states(as_trained(source))[0].items() if state == "fp32"}
     jobs = [*plan_reading(source).jobs, *state_jobs(source, masters)]
     digest_of([job for job in jobs if job.replicas or job.twins], limits, checked=False)

@@ -279,7 +279,13 @@ def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:
 
 
 def require_trained(
-    tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] | None, keys: Mapping[str, str], *, adapter: bool
+    tag: Path,
+    model: Mapping[str, Any],
+    slots: Sequence[Slot] | None,
+    keys: Mapping[str, str],
+    *,
+    adapter: bool,
+    buffers: bool,
 ) -> None:
     """Refuse a universal checkpoint that lacks a tensor of the model, since only trained parameters are in it.
 
@@ -289,6 +295,7 @@ def require_trained(
         slots: the tensors of the model; if None, the model file's lists of untrained tensors are used.
         keys: the name of each tensor in the checkpoint, by its key.
         adapter: whether an adapter alone is read, whose base is elsewhere.
+        buffers: whether buffers that the model file lists are required.
 
     Raises:
         SourceError: a tensor of the model was not trained.
@@ -296,7 +303,7 @@ def require_trained(
     marked = model.get(OURS)
     lists = [
         model.get("frozen_param_shapes"),
-        model.get("buffer_names"),
+        model.get("buffer_names") if buffers else None,
         *(marked.values() if isinstance(marked, dict) else ()),
     ]
     parameters = {unwrapped(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
@@ -306,7 +313,7 @@ def require_trained(
         raise SourceError(
             f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
             f"{some(missing, 8)}",
-            "convert the checkpoint that it was made of: convert zero2hf",
+            "convert the checkpoint that it was made of: convert zero2hf, or of an FSDP training fsdp2hf",
         )
 
 

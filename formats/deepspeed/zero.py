@@ -103,7 +103,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     slots, without = _without_buffers(slots, keys) if whole and settings.without_buffers else (slots, frozenset[str]())
     if whole and source != "module" and not unnamed:
         of_model = slots if isinstance(spec, ModelSpec) else None
-        universal.require_trained(tag, first.value, of_model, keys, adapter=settings.adapter == "only")
+        universal.require_trained(
+            tag, first.value, of_model, keys, adapter=settings.adapter == "only", buffers=not settings.without_buffers
+        )
     placed, pieces, dropped = match_pieces(slots, {key: tensors[name] for key, name in keys.items()}, drops, tag)
     twins = _twins(placed, keys, modules) if source == "fp32-master" and not bare else ()
     if settings.weights is None and bare and settings.adapter is None:
@@ -305,10 +307,13 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
         tensors = {**each, **_aliases(training.model, each, unnamed=unnamed)}
         keys = _keys(tensors, source.home, unnamed=unnamed)
         every = huggingface.model_slots(source.spec, keys)
-        slots = [slot for slot in every if source.without.isdisjoint(slot.rule.pattern.tensors)]
-        others = frozenset[str]()
+        buffers = {*map(unwrapped, training.model.get("buffer_names") or ())} - keys.keys()
+        of_buffers = (slot.rule.pattern.tensors for slot in every if not buffers.isdisjoint(slot.keys))
+        without = source.without.union(*of_buffers)
+        slots = [slot for slot in every if without.isdisjoint(slot.rule.pattern.tensors)]
         if MOMENTUM in training.states and state != "fp32":
             slots, others = _of_some(slots, keys, source.home)
+            without |= others
         if lost := universal.lacking(slots, keys):
             raise UnsupportedError(
                 f"{source.home} holds no {state} of {len(lost)} tensors, such as {lost[0]}: they were not trained",
@@ -323,7 +328,7 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
             dropped=tuple(dropped),
             files=tuple(sorted(files_of(pieces))),
             twins=_twins(placed, keys, training.module) if state == "fp32" else (),
-            without=others | source.without,
+            without=without,
             notes=(),
             proof=None,
         )

@@ -64,6 +64,10 @@ STATE = re.compile(r"(?:(?P<container>.*?)\.)?state\.(?P<key>.+)\.(?P<state>\w+)
 OWN = re.compile(r"(?P<container>optim)\.(?P<key>.+)\.(?P<state>step|exp_avg|exp_avg_sq)")
 FOLDER, FULL = "optimizer_0", "optimizer.bin"
 FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
+UNTOLD = (
+    "of a buffer, or a second name of a parameter, a transformers that knows the model tells "
+    "(pip install 'vitruvian[transformers]', and no --verbatim); otherwise: "
+)
 
 
 class Listing(NamedTuple):
@@ -202,12 +206,16 @@ def read(source: Checkpoint) -> Optimizer:
             "convert the weights without --with-optimizer",
         )
     _require_known(optimizer)
-    trained = [item.slot for item in source.tensors if not UNTRAINED.intersection(item.slot.rule.pattern.tensors)]
+    moved = {key for keys in optimizer.states.values() for key in keys}
+    buffers = (source.buffers or frozenset()) - moved
+    untrained = UNTRAINED | buffers
+    trained = [item.slot for item in source.tensors if not untrained.intersection(item.slot.rule.pattern.tensors)]
+    lost = UNTOLD * (isinstance(source.spec, Verbatim) and source.buffers is None) + FROZEN
     states: dict[str, Checkpoint] = {}
     by_kind: dict[type[AnyGroup], dict[str, Placed]] = {}
     for kind, slots in _by_kind(optimizer, trained).items():
         names = {name for slot in slots for name in slot.rule.pattern.tensors}
-        without = UNTRAINED.union(name for slot in trained for name in slot.rule.pattern.tensors) - names
+        without = untrained.union(name for slot in trained for name in slot.rule.pattern.tensors) - names
         for state in MOMENTS[kind] if slots else ():
             numbers = optimizer.states[state]
             tensors = dict(zip(numbers, optimizer.listing.load([*numbers.values()]), strict=True))
@@ -216,14 +224,14 @@ def read(source: Checkpoint) -> Optimizer:
                 placed, _ = match(slots, {ALONE: whole}, (), source.home)
             except SourceError as error:
                 others = sorted(whole.keys() - {key for slot in slots for key in slot.keys})
-                hint = f"it has states of {some(others, 2)}, which are no tensors of the model" if others else FROZEN
+                hint = f"it has states of {some(others, 2)}, which are no tensors of the model" if others else lost
                 raise SourceError(f"{state} of its optimizer: {error}", error.hint or hint) from None
             by_kind[kind] = {item.key: item for item in placed}
             pieces = tuple(piece for item in placed for piece in place_pieces(item, tensors[item.key]))
             states[state] = replace(source, tensors=pieces, dropped=(), without=without)
     keys = {key: item for items in by_kind.values() for key, item in items.items()}
     groups: dict[tuple[str, int | None], AnyGroup] = {}
-    model = {unwrapped(name) for item in source.tensors for name in item.slot.keys}
+    model = {unwrapped(name) for item in source.tensors for name in item.slot.keys} - buffers
     settings = _settings(optimizer)
     for key, group in _groups(optimizer, settings, keys, model, _implied_settings(source)).items():
         slot = keys[key].slot
@@ -409,5 +417,7 @@ def _groups(
     if settings and (missing := [key for key in keys if key not in groups]):
         raise SourceError(f"{listing.where}: {missing[0]} is in no group of its optimizer")
     if extra := sorted(groups.keys() - set(model)):
-        raise SourceError(f"{listing.where}: the groups of its optimizer have {some(extra, 4)}, its model has not")
+        raise SourceError(
+            f"{listing.where}: the groups of its optimizer have {some(extra, 4)}, its model has no such parameter"
+        )
     return {key: group for key, group in groups.items() if key in keys}

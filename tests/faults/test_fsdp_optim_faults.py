@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "no betas": (lambda s: s["optim"]["param_groups"][0].update(betas=0.9), 3, ("group 0", "the betas 0.9")),
     "a group of another model": (
         lambda s: s["optim"]["param_groups"][0]["params"].append("model.ghost.weight"), 3,
-        ("the groups of its optimizer have model.ghost.weight, its model has not",),
+        ("the groups of its optimizer have model.ghost.weight, its model has no such parameter",),
     ),
     "none": (lambda s: s.pop("optim"), 3, ("holds no optimizer", "without --with-optimizer")),
     "flat, no moment": (

@@ -628,3 +628,70 @@ def test_second_moments_that_are_negative(convert, tmp_path, options, stage):
     refused(ran, 5, "holds -1, and 1 of 32 elements are such", "--accept exp_avg_sq")
     assert not (tmp_path / "out").exists()
     assert convert(options[0], run, tmp_path / "out", *options[1:], "--accept", "exp_avg_sq").code == 0
+
+
+def fused_experts(folder: Path, ranks: int) -> tuple[Path, dict[str, Any]]:
+    """A run of stage 3 of a model that no table knows, whose moments are its weights; `hf` is its HF folder."""
+    import torch
+    import transformers
+    from torch.nn.functional import pad
+
+    config = transformers.JambaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+        num_experts=3, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False,
+    )  # fmt: skip
+    model = transformers.JambaForCausalLM(config)
+    model.save_pretrained(folder / "hf")
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    assert weights["model.layers.1.feed_forward.experts.gate_up_proj"].shape == (3, 24, 16)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    about = {"module": {name: torch.empty(0) for name in shapes}, "param_shapes": [shapes], "dp_world_size": ranks}
+    run = save(folder / "run", about, stage=3)
+    (run / "config.json").unlink()
+    (first,) = run.glob("*/*model_states.pt")
+    for rank in range(ranks):
+        parts = [pad(each.flatten(), (0, -each.numel() % ranks)).chunk(ranks)[rank] for each in weights.values()]
+        states = partition(torch.cat(parts), 3) | {"partition_count": ranks}
+        place = first.with_name(first.name.replace("rank_0", f"rank_{rank}", 1))
+        torch.save({"optimizer_state_dict": states}, place.with_name(place.name.replace("model", "optim")))
+        torch.save(torch.load(first, weights_only=False), place)
+    return run, weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_flat_pieces_of_experts_that_memory_has_fused(convert, tmp_path, ranks):
+    """transformers loads what it had, however the ranks cut its experts."""
+    import torch
+    import transformers
+
+    run, weights = fused_experts(tmp_path, ranks)
+    for name in ("fp32-master", "exp_avg"):
+        ran = convert("zero2hf", run, tmp_path / name, "--config", tmp_path / "hf", "--weights", name)
+        assert ran.code == 0, ran.err
+        loaded, info = transformers.JambaForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(info.values()), info
+        assert all(torch.equal(each, weights[key]) for key, each in loaded.named_parameters())
+    ours, theirs = (tmp_path / name / "model.safetensors" for name in ("fp32-master", "hf"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_experts_in_8_bits_that_memory_has_fused(convert, tmp_path):
+    """They are refused where they would be cut, and go the way that the refusal names."""
+    import torch
+
+    run, _ = fused_experts(tmp_path, 2)
+    for path in run.glob("*/*optim_states.pt"):
+        saved = torch.load(path, weights_only=False)
+        kept = saved["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+        size = kept[0]["exp_avg"].numel()
+        codes = {"state": torch.arange(size).to(torch.uint8), "qmap": torch.linspace(-1, 1, 256)}
+        codes["absmax"] = torch.ones(-(-size // 256))
+        eight = {f"{name}{moment}": value for moment in "12" for name, value in codes.items()}
+        kept[0] = {"step": 1, "__bnb_optimizer_quant_state__": eight}
+        torch.save(saved, path)
+    about = ("--config", tmp_path / "hf", "--weights", "exp_avg")
+    ran = convert("zero2hf", run, tmp_path / "8", *about)
+    refused(ran, 4, "experts.gate_up_proj in 8 bits", "convert hf2fsdp", "convert fsdp2hf")
+    assert convert("hf2fsdp", run, tmp_path / "c", *about).code == 0
+    assert convert("fsdp2hf", tmp_path / "c", tmp_path / "8").code == 0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from formats.families import find_family
-from tests.faults.dcp_tools import save
+from tests.faults.dcp_tools import refused, save
 
 pytestmark = pytest.mark.distributed
 
@@ -222,3 +222,97 @@ def test_states_of_a_tied_parameter_are_under_one_of_its_names(convert, tmp_path
     assert convert("zero2universal", tmp_path / "c", tmp_path / "u").code == 0
     names = {path.name for path in tmp_path.glob("u/*/zero/*") if path.is_dir()}
     assert names == {key for key, _ in model.named_parameters()}
+
+
+BUFFER = "final_logits_bias"
+
+
+@pytest.fixture
+def mbart(tmp_path: Path) -> tuple[Any, Any]:
+    """A model with a persistent buffer and its AdamW, after a step; its Hugging Face folder is `hf`."""
+    import torch
+    import transformers
+
+    config = transformers.MBartConfig(
+        vocab_size=96, d_model=32, max_position_embeddings=64,
+        **{f"{part}_{of}": size for part in ("encoder", "decoder")
+           for of, size in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 48))},
+    )  # fmt: skip
+    model = transformers.MBartForConditionalGeneration(config)
+    model.final_logits_bias.normal_()
+    model.save_pretrained(tmp_path / "hf")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_buffer_travels_without_moments(mbart, convert, tmp_path):
+    """torch loads all moments of what was written, to the bit, and the value of the buffer."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = mbart
+    weights, trained = get_state_dict(model, optimizer)
+    assert BUFFER in weights.keys() - trained["state"].keys()
+    folder = save(tmp_path / "run", {"model": weights, "optim": trained})
+    ran = convert("hf2fsdp", folder, tmp_path / "c", "--config", tmp_path / "hf", "--with-optimizer", "--ranks", 2)
+    assert ran.code == 0, ran.err
+    assert convert("verify", tmp_path / "c").code == 0
+    record = json.loads(convert("inspect", tmp_path / "c", "--json").out)
+    assert record["optimizer"] == {"states": ["exp_avg", "exp_avg_sq"], "step": 1}
+    other = type(model)(model.config)
+    other.final_logits_bias.fill_(7)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    empty = dict(zip(("model", "optim"), get_state_dict(other, fresh), strict=True))
+    dcp.load(empty, checkpoint_id=tmp_path / "c", no_dist=True)
+    set_state_dict(other, fresh, model_state_dict=empty["model"], optim_state_dict=empty["optim"])
+    loaded, states = get_state_dict(other, fresh)
+    assert all(torch.equal(each, weights[key]) for key, each in loaded.items())
+    assert states["state"].keys() == trained["state"].keys()
+    for key, of in states["state"].items():
+        assert all(torch.equal(each, trained["state"][key][state]) for state, each in of.items())
+    assert fresh.param_groups[0]["lr"] == 1e-3
+    (tmp_path / "full").mkdir()
+    torch.save(weights, tmp_path / "full/pytorch_model_fsdp.bin")
+    torch.save(trained, tmp_path / "full/optimizer.bin")
+    ran = convert("verify", tmp_path / "full", "--config", tmp_path / "hf")
+    assert ran.code == 0, ran.err
+    for place in (folder, tmp_path / "c"):
+        out = tmp_path / f"{place.name}-universal"
+        ran = convert("zero2universal", place, out, "--config", tmp_path / "hf")
+        assert (ran.code, f"1 buffers are not in it, such as {BUFFER}" in ran.err) == (0, True), ran.err
+        names = {path.name for path in out.glob("*/zero/*") if path.is_dir()}
+        assert names == {key for key, _ in model.named_parameters()}
+        ran = convert("verify", out)
+        assert ran.code == 0, ran.err
+
+
+NORM = "model.encoder.layer_norm.weight"
+NOT_BUFFERS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
+    "a parameter without moments": (
+        lambda optim: optim["state"].pop(NORM), (), (f"1 tensor is missing: {NORM} [32]", "hint: is it frozen"),
+    ),
+    "a parameter of the training": (
+        lambda optim: optim["param_groups"][0]["params"].append(BUFFER), (),
+        (f"the groups of its optimizer have {BUFFER}", "its model has no such parameter"),
+    ),
+    "nobody tells": (
+        lambda optim: None, ("--verbatim",), (f"missing: {BUFFER}", "of a buffer", "no --verbatim"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOT_BUFFERS)
+def test_what_is_no_buffer_has_moments(mbart, convert, tmp_path, kind):
+    """Moments that are missing make no buffer."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, trained = get_state_dict(*mbart)
+    change, options, says = NOT_BUFFERS[kind]
+    change(trained)
+    folder = save(tmp_path / "run", {"model": weights, "optim": trained})
+    ran = convert("hf2fsdp", folder, tmp_path / "c", "--config", tmp_path / "hf", "--with-optimizer", *options)
+    refused(ran, 3, *says)

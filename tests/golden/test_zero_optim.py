@@ -174,6 +174,28 @@ def test_parameter_groups_that_are_alike_are_written_as_often_as_trainings_have_
     assert [group["weight_decay"] for group in state["param_groups"]] == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", ["zero2-buffers", "zero3-buffers"])
+def test_buffers_have_no_states(made, convert, tmp_path, kind):
+    """Of a model that no table knows: DeepSpeed records which names are buffers, which are carried as values."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    truth, about = made(TWO) / f"{kind}.truth.safetensors", ("--config", made(TWO) / "hf", "--verbatim")
+    ran = convert("hf2fsdp", made(TWO) / kind, tmp_path / "c", "--with-optimizer", *about)
+    assert ran.code == 0, ran.err
+    assert convert("verify", tmp_path / "c").code == 0
+    assert convert("fsdp2hf", tmp_path / "c", tmp_path / "fp32", *about).code == 0
+    assert differences(tmp_path / "fp32", truth, "fp32") == []
+    stored = load_file(truth)
+    moments = {key: torch.zeros_like(tensor) for key, tensor in stored.items() if key.startswith("exp_avg")}
+    places = {key: "optim.state.{2}.{0}".format(*key.partition(".")) for key in moments}
+    saved = {places[key]: tensor for key, tensor in moments.items()}
+    dcp.load(saved, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert len(moments) == 2 * 39
+    assert all(torch.equal(tensor, stored[key]) for key, tensor in moments.items())
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -160,6 +160,9 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
         source: the opened checkpoint.
         dtype: the element type of a cast, None without a cast.
         spec: the spec of the output, when its vocabulary has grown.
+
+    Raises:
+        SourceError: the file has changed since the checkpoint was opened.
     """
     spec = spec or source.spec
     counted = list(source.dtypes().values())
@@ -180,7 +183,10 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
         config |= dict.fromkeys([named, *(key for key in DTYPE if key in config)], TORCH_NAMES[dtype])
     if source.assets is None or config != base or source.settings.only:
         return _dump(config)
-    return require_inside(source.assets / "config.json", source.assets).read_bytes()
+    path = require_inside(source.assets / "config.json", source.assets)
+    if _dump(read_json(path)) != _dump(base):
+        raise SourceError(f"{path} has changed since the checkpoint was opened", "run it again")
+    return path.read_bytes()
 
 
 def near_folders(source: Checkpoint) -> dict[Path, Path]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.hub_names import folder_of
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import SourceError, UsageError, short
+from formats.errors import SourceError, UnsupportedError, UsageError, short
 from formats.format import Format
 from formats.huggingface import mtp
 from formats.layout.table import MTP
@@ -140,7 +140,8 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
         known: the formats that a setting is for, by its name.
 
     Raises:
-        UsageError: a setting has no effect on them.
+        UsageError: an option has no effect on them.
+        UnsupportedError: a setting of `--set` has none.
     """
     for name, formats in known.items():
         given = getattr(settings, name) != DEFAULTS[name]
@@ -151,7 +152,7 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
     for name in settings.values:
         idle = [idle_setting(source.spec, name, settings.values) for source in sources]
         if why := all(idle) and idle[0]:
-            raise UsageError(f"--set {name} has no effect on {sources[0].root}: {why}", "leave it out")
+            raise UnsupportedError(f"--set {name} would have no effect on {sources[0].root}: {why}", "leave it out")
     if settings.only and all(source.left is None for source in sources):
         kind = sources[0].spec.family
         raise UsageError(

@@ -277,6 +277,8 @@ def idle_setting(spec: Spec, name: str, settings: Mapping[str, Any]) -> str:
     """
     if isinstance(spec, Verbatim) or name in (*COMPARED_BY_NAMES, "rope_scaling"):
         return ""
+    if name in CHOICES and name not in family_named(spec.family).keys:
+        return f"{name} is fixed for {spec.family}"
     value, known = settings[name], getattr(spec, name)
     known = FIXED.get(name) if known is None else known
     if known != (tuple(value) if isinstance(value, list) else value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -290,3 +291,14 @@ def test_names_that_no_folder_has(model, name, message):
     ):
         with pytest.raises(vitruvian.UsageError, match=message):
             call()
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "lla', "[1]", '{"model_type": "llama"}'])
+def test_a_config_that_changes_after_it_was_opened(model, tmp_path, text):
+    folder = shutil.copytree(model("llama"), tmp_path / "hf")
+    checkpoint = vitruvian.open(folder)
+    (folder / "config.json").write_text(text)
+    with pytest.raises(
+        vitruvian.SourceError, match=r"config\.json (is not valid JSON|holds no JSON|has changed since)"
+    ):
+        dict(checkpoint.tensors())

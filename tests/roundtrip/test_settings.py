@@ -171,3 +171,43 @@ def test_so_does_what_the_yml_of_neox_drops_out(model, convert, tmp_path):
     assert convert("hf2megatron", tmp_path / "neox", tmp_path / "run").code == 0
     args = open_checkpoint(tmp_path / "run").details.args
     assert (args["attention_dropout"], args["hidden_dropout"]) == (0.25, 0.125)
+
+
+@pytest.mark.parametrize("command", ["megatron2hf", "reshard"])
+def test_a_window_that_the_user_sets_is_in_the_layers_that_the_args_name(model, convert, tmp_path, command):
+    """All of them without `window_attn_skip_freq`; the layers without a window are not those of args without one."""
+    run = tmp_path / "run"
+    assert convert("hf2megatron", model("llama"), run).code == 0
+    shutil.rmtree(run / "huggingface")
+    (run / "release/vitruvian.json").unlink()
+    known = ["--set", "vocab=211", "--set", "sliding_window=8"]
+    ran = convert(command, run, tmp_path / "out", *known)
+    assert ran.code == 0, ran.err
+    if command == "megatron2hf":
+        spec = open_checkpoint(tmp_path / "out").spec
+        assert (spec.family, spec.sliding_window, spec.full_layers) == ("mistral", 8, None)
+    else:
+        flags = (tmp_path / "out/megatron_flags.txt").read_text()
+        assert ("--window-size 7,0" in flags, "--window-attn-skip-freq" in flags) == (True, False)
+    ran = convert(command, run, tmp_path / "none", *known[:2], "--set", "full_layers=[0]")
+    assert (ran.code, "--set full_layers would have no effect on" in ran.err) == (4, True), ran.err
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "read", "setting", "why"),
+    [
+        ("hf2megatron", "gpt_oss", "megatron2hf", "full_layers=[0,2]", "full_layers is fixed for gpt_oss"),
+        ("hf2megatron", "gpt_oss", "reshard", "full_layers=[]", "full_layers is fixed for gpt_oss"),
+        ("hf2nanotron", "llama", "nanotron2hf", "rotary_fraction=0.5", "rotary_fraction is fixed for llama"),
+        ("hf2nanotron", "llama", "nanotron2hf", "top_k=2", "top_k is fixed for llama"),
+        ("hf2neox", "llama", "neox2hf", "router_scale=2.0", "router_scale is fixed for llama"),
+        ("hf2megatron", "gpt_oss", "megatron2hf", "ffn=2", "ffn of this gpt_oss is"),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_refused(model, convert, tmp_path, write, name, read, setting, why):
+    run = tmp_path / "run"
+    assert convert(write, model(name), run).code == 0
+    shutil.rmtree(run / "huggingface", ignore_errors=True)
+    vocab = [] if read == "nanotron2hf" else ["--set", "vocab=211"]
+    ran = convert(read, run, tmp_path / "out", *vocab, "--set", setting)
+    assert (ran.code, why in ran.err) == (4, True), ran.err

@@ -279,6 +279,7 @@ def _as_args(fields: Mapping[str, Any], settings: Collection[str], path: Path) -
             f"{path}: the class {short(kind)} is not known to compute what its fields say{why and f': {why}'}",
             "export it with the program that wrote it: AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
         )
+    class_defaults.require_router(fields, settings, str(path))
     args = _provider_args(class_defaults.with_defaults(fields), path)
     return args | class_defaults.llama3(fields, settings, str(path))
 

@@ -106,7 +106,7 @@ def test_fusions_and_norms_of_a_class():
 
 @pytest.mark.parametrize("size", ["", "8x7B"])
 def test_the_router_of_a_class_whose_releases_differ(size):
-    """True in NeMo up to 2.3.2, False since 2.4.0; no model of transformers with Mixtral's other fields has the first."""
+    """True in NeMo up to 2.3.2, False since 2.4.0; transformers' Mixtral is the second."""
     fields = written("mixtral") | {"_target_": f"{NEMO}.mixtral.MixtralConfig{size}"}
     assert read(fields).family == "mixtral"
     del fields["moe_router_pre_softmax"]

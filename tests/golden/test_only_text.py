@@ -150,7 +150,7 @@ def test_a_cap_that_the_whole_has_too(convert, tmp_path):
 
 @pytest.mark.parametrize("first", ["full_attention", "sliding_attention"])
 def test_kinds_of_layers_that_only_a_text_alone_has(convert, tmp_path, first):
-    """AutoConfig takes a Mistral with `layer_types` for a Ministral, but not in a `text_config`, whose class has none."""
+    """AutoConfig takes a Mistral with `layer_types` for a Ministral. As a `text_config` its class ignores them."""
     import torch
     import transformers
 

@@ -2,7 +2,7 @@
 
 Bridge writes all fields of a class, and NeMo those alone that were passed to it (lightning/io/mixin.py
 `_io_transform_args`). Other fields without a value are refused where they are read, or show in the shapes and names of
-tensors: heads, biases, norms of queries and keys, experts, a head of its own.
+tensors: heads, biases, norms of queries and keys, experts, a head of its own. Where releases differ, the user is asked.
 
 Facts: NeMo 2.0 to 2.5, collections/llm/gpt/model/ (base.py, llama.py, mistral.py, mixtral.py); Megatron-Bridge 0.1 to
 0.6, models/gpt_provider.py and llama/llama_provider.py, which 0.4 has no more. Classes of Llama 3.1 scale twice where
@@ -27,8 +27,7 @@ DEFAULTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (rf"{NEMO}base\.GPTConfig175B", {"layernorm_zero_centered_gamma": True}),
 )
 """By pattern of classes: the defaults that differ from what a file without the field is read as."""
-PRE_SOFTMAX = "moe_router_pre_softmax"
-MIXTRAL = rf"{NEMO}mixtral\.\w+"
+PRE_SOFTMAX, MIXTRAL = "moe_router_pre_softmax", rf"{NEMO}mixtral\.\w+"
 """Classes whose default of `PRE_SOFTMAX` is True in NeMo 2.0.0 to 2.3.2 and False since 2.4.0, by pattern."""
 LLAMA = rf"({NEMO}llama|{BRIDGE}llama\.\w+)\."
 SCALING = {rf"{LLAMA}Llama31\w+": 8.0, rf"{LLAMA}Llama32\w+": 32.0}

@@ -196,7 +196,7 @@ def args_of(config: RunConfig, settings: Collection[str] = (), *, adapter: bool 
     Raises:
         UnsupportedError: the class changes its model in code, its activation is none of Megatron-LM's, or the
             checkpoint holds an adapter alone and `adapter` is false.
-        RefusedError: the scaling of the rotary embedding is none of Megatron-LM's, or in doubt.
+        RefusedError: the scaling of the rotary embedding is none of Megatron-LM's, or it or the router is in doubt.
     """
     path, fields = config.path, config.fields
     if config.adapter and not adapter:

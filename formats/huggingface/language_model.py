@@ -69,6 +69,9 @@ CHANGING = ("gemma4", "gemma4_unified", "hyperclovax_vision_v2", "paligemma")
 alone, whatever the config of the language model is."""
 UNLIKE = {"gemma3": "use_bidirectional_attention"}
 """Model type of the whole model: a key of `text_config` with another effect there than in the language model alone."""
+IGNORED = {"mistral": "layer_types"}
+"""Model type of a language model: a key that its class ignores, and by which AutoConfig takes a config with this model
+type for another class (auto/configuration_auto.py, 5.23.0). AutoConfig does not do so to a `text_config`."""
 CLASSES = {
     "aria_text": "AriaTextForCausalLM", "gemma": "GemmaForCausalLM", "hyperclovax": "HyperCLOVAXForCausalLM",
     "lfm3": "Lfm3ForCausalLM", "persimmon": "PersimmonForCausalLM",
@@ -266,6 +269,7 @@ def _config(config: Mapping[str, Any], headless: bool, where: str) -> tuple[dict
             f"{where}: {text}, the language model in {kind}, has no class of its own in transformers",
             "Hugging Face, FSDP and DeepSpeed take the model whole, without --only text",
         )
+    text_config.pop(IGNORED.get(text, ""), None)
     neutral = {} if kind in CHANGING else NEUTRAL.get(text, {})
     notes = tuple(
         f"{kind} leaves {key} out of its logits, so the language model has {json.dumps(value)}"

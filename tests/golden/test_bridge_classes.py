@@ -68,6 +68,8 @@ def test_a_scaling_that_is_off_where_earlier_releases_have_no_such_field(convert
     run = with_fields(tmp_path / "run", {"_target_": f"{LLAMA}31ModelProvider", "rope_scaling": False})
     refused(convert("inspect", run), 5, "rope_scaling = False and no scale_factor", "--set rope_scaling=none (since)")
     assert convert("inspect", run, "--set", "rope_scaling=none").code == 0
+    with pytest.raises(RefusedError, match=r"scales by 8\.0 in NeMo and in Megatron-Bridge before 0\.3\.1"):
+        read(of_class(f"{NEMO}.llama.Llama31Config8B", rope_scaling=False))
 
 
 def test_a_scaling_without_its_factor():
@@ -100,6 +102,19 @@ def test_fusions_and_norms_of_a_class():
     fields = written("nemotron") | {"_target_": f"{NEMO}.base.GPTConfig175B"}
     del fields["layernorm_zero_centered_gamma"]
     assert read(fields).family == "nemotron"
+
+
+@pytest.mark.parametrize("size", ["", "8x7B"])
+def test_the_router_of_a_class_whose_releases_differ(size):
+    """True in NeMo up to 2.3.2, False since 2.4.0; transformers' Mixtral is the second."""
+    fields = written("mixtral") | {"_target_": f"{NEMO}.mixtral.MixtralConfig{size}"}
+    assert read(fields).family == "mixtral"
+    del fields["moe_router_pre_softmax"]
+    with pytest.raises(RefusedError, match=r"no moe_router_pre_softmax, .* has True in NeMo 2\.0\.0 to 2\.3\.2"):
+        read(fields)
+    assert read(fields, {"router_normalized": True}).family == "mixtral"
+    with pytest.raises(UnsupportedError, match="router_normalized"):
+        read(fields, {"router_normalized": False})
 
 
 def test_a_class_of_nemo_in_a_folder(convert, tmp_path):

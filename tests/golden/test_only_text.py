@@ -148,6 +148,23 @@ def test_a_cap_that_the_whole_has_too(convert, tmp_path):
     torch.testing.assert_close(logits(alone), logits(model), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("first", ["full_attention", "sliding_attention"])
+def test_kinds_of_layers_that_only_a_text_alone_has(convert, tmp_path, first):
+    """AutoConfig takes a Mistral with `layer_types` for a Ministral. As a `text_config` its class ignores them."""
+    import torch
+    import transformers
+
+    source = save(build("mistral3", tied=False, **settings_of("mistral")), tmp_path / "whole")
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"] |= {"layer_types": [first, *["full_attention"] * 3], "sliding_window": 8}
+    (source / "config.json").write_text(json.dumps(config))
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    ran = convert("hf2hf", source, tmp_path / "text", "--only", "text")
+    assert ran.code == 0, ran.err
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    torch.testing.assert_close(logits(alone), logits(whole), atol=1e-5, rtol=0)
+
+
 def test_a_text_that_looks_both_ways(convert, tmp_path):
     source = save(build("gemma3", tied=True), tmp_path / "whole")
     config = json.loads((source / "config.json").read_text())

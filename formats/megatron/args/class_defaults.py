@@ -2,7 +2,7 @@
 
 Bridge writes all fields of a class, and NeMo those alone that were passed to it (lightning/io/mixin.py
 `_io_transform_args`). Other fields without a value are refused where they are read, or show in the shapes and names of
-tensors: heads, biases, norms of queries and keys, experts, a head of its own.
+tensors: heads, biases, norms of queries and keys, experts, a head of its own. Where releases differ, the user is asked.
 
 Facts: NeMo 2.0 to 2.5, collections/llm/gpt/model/ (base.py, llama.py, mistral.py, mixtral.py); Megatron-Bridge 0.1 to
 0.6, models/gpt_provider.py and llama/llama_provider.py, which 0.4 has no more. Classes of Llama 3.1 scale twice where
@@ -27,6 +27,8 @@ DEFAULTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (rf"{NEMO}base\.GPTConfig175B", {"layernorm_zero_centered_gamma": True}),
 )
 """By pattern of classes: the defaults that differ from what a file without the field is read as."""
+PRE_SOFTMAX, MIXTRAL = "moe_router_pre_softmax", rf"{NEMO}mixtral\.\w+"
+"""Classes whose default of `PRE_SOFTMAX` is True in NeMo 2.0.0 to 2.3.2 and False since 2.4.0, by pattern."""
 LLAMA = rf"({NEMO}llama|{BRIDGE}llama\.\w+)\."
 SCALING = {rf"{LLAMA}Llama31\w+": 8.0, rf"{LLAMA}Llama32\w+": 32.0}
 """The factor by which a class scales its rotary embedding, by pattern."""
@@ -42,6 +44,27 @@ def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(fields.get(TARGET))
     known = [defaults for pattern, defaults in DEFAULTS if re.fullmatch(pattern, kind)]
     return {**{name: value for defaults in known for name, value in defaults.items()}, **fields}
+
+
+def require_router(fields: Mapping[str, Any], settings: Collection[str], where: str) -> None:
+    """Refuse a file without the order of softmax and top-k, for a class of which the releases differ in it.
+
+    Args:
+        fields: those in the file, without defaults.
+        settings: the settings that the user passed, which overrule the file.
+        where: what to call the file in an error.
+
+    Raises:
+        RefusedError: it is such a file, and such a class.
+    """
+    kind = str(fields.get(TARGET))
+    if PRE_SOFTMAX in fields or "router_normalized" in settings or not re.fullmatch(MIXTRAL, kind):
+        return
+    raise RefusedError(
+        f"{where}: no {PRE_SOFTMAX}, which the class {short(kind.rpartition('.')[2])} has True in NeMo 2.0.0 to 2.3.2 "
+        "and False since 2.4.0",
+        "--set router_normalized=true (since 2.4.0) or --set router_normalized=false (before)",
+    )
 
 
 def of_scaling(fields: Mapping[str, Any]) -> Collection[str]:
@@ -74,8 +97,8 @@ def llama3(fields: Mapping[str, Any], settings: Collection[str], where: str) -> 
         if not fields.get(CORE[0], True):
             raise RefusedError(
                 f"{where}: {CORE[0]} = {short(fields[CORE[0]])} and no {FACTOR}: the class {kind} scales by {default} "
-                "in Megatron-Bridge before 0.3.1, which has no such field, and not at all since",
-                f"{_hint(default, 'before 0.3.1')} or --set rope_scaling=none (since)",
+                "in NeMo and in Megatron-Bridge before 0.3.1, which have no such field, and not at all in Bridge since",
+                f"{_hint(default, 'NeMo, Bridge before 0.3.1')} or --set rope_scaling=none (since)",
             )
         return {"use_rope_scaling": True, "rope_scaling_factor": fields.get(CORE[1], default)}
     known = {FACTOR: default, **LLAMA3, **fields}

@@ -196,7 +196,7 @@ def args_of(config: RunConfig, settings: Collection[str] = (), *, adapter: bool 
     Raises:
         UnsupportedError: the class changes its model in code, its activation is none of Megatron-LM's, or the
             checkpoint holds an adapter alone and `adapter` is false.
-        RefusedError: the scaling of the rotary embedding is none of Megatron-LM's, or in doubt.
+        RefusedError: the scaling of the rotary embedding is none of Megatron-LM's, or it or the router is in doubt.
     """
     path, fields = config.path, config.fields
     if config.adapter and not adapter:
@@ -279,6 +279,7 @@ def _as_args(fields: Mapping[str, Any], settings: Collection[str], path: Path) -
             f"{path}: the class {short(kind)} is not known to compute what its fields say{why and f': {why}'}",
             "export it with the program that wrote it: AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
         )
+    class_defaults.require_router(fields, settings, str(path))
     args = _provider_args(class_defaults.with_defaults(fields), path)
     return args | class_defaults.llama3(fields, settings, str(path))
 

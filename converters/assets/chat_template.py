@@ -17,12 +17,14 @@ from typing import NamedTuple
 from converters.assets.jinja_sandbox import Dialogue, Rendered, guarded
 from converters.assets.json_edit import decoded, removed, replaced
 from converters.assets.token_files import (  # fmt: skip
+    CONFIG,
     GENERATION,
     NAMED_TEMPLATES,
     OLD_TEMPLATES,
     SLOW,
     TEMPLATE,
     TOKENIZER_CONFIG,
+    WRITTEN,
     Assets,
     content,
     eos_ids,
@@ -30,6 +32,7 @@ from converters.assets.token_files import (  # fmt: skip
     named_tokens,
     object_of,
     templates_in,
+    token_ids,
     tokens_outside,
 )
 from converters.assets.tokenizer_json import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
@@ -270,6 +273,8 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
             f"{', '.join(missing)}",
             "choose the template that it was trained with",
         )
+    if not missing:
+        _require_unnamed(assets, {changed[token]: token for token in added if token != ending})
     texts = {TEMPLATE: template.encode(), GENERATION: _generation_config(assets, after, ending, named), NAME: edited}
     texts |= _tokenizer_config(assets, changed) | _added_tokens(assets, {token: changed[token] for token in added})
     changed_texts = {name: text for name, text in texts.items() if name not in assets or text != content(assets, name)}
@@ -277,6 +282,25 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     made = Applied(changed_texts, gone, ending, added, after.length, rows, ())
     notes = [*_notes(made, after, changed, "tokenizer.model" in assets, bool(missing)), *_replaced_templates(assets)]
     return replace(made, notes=tuple(notes))
+
+
+def _require_unnamed(assets: Assets, added: Mapping[int, str]) -> None:
+    """Refuse new tokens whose ids the model's files already give to a token that the tokenizer lacks.
+
+    Raises:
+        RefusedError: a file names such an id.
+        SourceError: a file is broken.
+    """
+    for name in (CONFIG, GENERATION):
+        settings = object_of(assets, name)
+        for key in WRITTEN:
+            for number in token_ids(settings.get(key), f"{key} of {name}"):
+                if number in added:
+                    raise RefusedError(
+                        f"{name} says {key} = {number}, which no token of {NAME} has, and {added[number]} of the chat "
+                        "template would get",
+                        f"correct {name}, or take the tokenizer of the model that was trained",
+                    )
 
 
 def _generation_config(assets: Assets, known: Vocabulary, ending: str, named: Mapping[str, str]) -> bytes:

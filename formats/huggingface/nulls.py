@@ -7,6 +7,7 @@ from typing import Any
 
 from formats.errors import SourceError
 from formats.families.family import Family
+from formats.model.values import SCALED
 
 NULLABLE = {
     "attn_logit_softcapping", "ffn_hidden_size", "final_logit_softcapping", "layer_types", "mlp_layer_types",
@@ -29,16 +30,6 @@ ROTARY = {
 }
 """Type of rotary embedding, "" for every type: the settings that may not be null. No model can be built with null in
 them (transformers 5.23.0, modeling_rope_utils.py); classes without `partial_rotary_factor` ignore it."""
-
-NEEDED = {
-    "dynamic": ("factor",),
-    "linear": ("factor",),
-    "llama3": ("factor", "high_freq_factor", "low_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-    "yarn": ("factor",),
-}
-"""Type of rotary embedding: the settings that it has no default for (modeling_rope_utils.py
-`_validate_dynamic_rope_parameters` and its like)."""
 
 
 def require_values(config: Mapping[str, Any], family: Family, keys: Collection[str], where: str) -> None:
@@ -76,7 +67,7 @@ def require_rotary_values(parameters: Mapping[str, Any], where: str) -> None:
         SourceError: a setting is missing, or null and may not be.
     """
     kind = parameters.get("rope_type", parameters.get("type"))
-    missing = [key for key in NEEDED.get(str(kind), ()) if key not in parameters]
+    missing = [key for key in SCALED.get(str(kind), ()) if key not in parameters]
     if missing:
         raise SourceError(
             f"{where} has rotary settings of type {kind} without {missing[0]}, with which transformers builds no model",

@@ -277,12 +277,15 @@ def idle_setting(spec: Spec, name: str, settings: Mapping[str, Any]) -> str:
     """
     if isinstance(spec, Verbatim) or name in (*COMPARED_BY_NAMES, "rope_scaling"):
         return ""
-    if name in CHOICES and name not in family_named(spec.family).keys:
-        return f"{name} is fixed for {spec.family}"
+    if name == "full_layers" and "layer_types" in spec.own:
+        return f"layer_types of a {spec.family} says which layers have a window"
     value, known = settings[name], getattr(spec, name)
     known = FIXED.get(name) if known is None else known
-    if known != (tuple(value) if isinstance(value, list) else value):
-        return f"{name} of this {spec.family} is {short(list(known) if isinstance(known, tuple) else known)}"
+    if name in LISTS:  # in any order
+        value, known = (sorted({*(layers or ())}) for layers in (value, known))
+    if known != value:
+        fixed = name in CHOICES and name not in family_named(spec.family).keys
+        return f"{name} is fixed for {spec.family}" if fixed else f"{name} of this {spec.family} is {short(known)}"
     everywhere = spec.full_layers is not None and len(spec.full_layers) == spec.layers
     if name == "full_layers" and value and spec.sliding_window is None:
         return "no layer has a window"

@@ -77,8 +77,18 @@ POSITIVE = Possible(is_positive, "a finite number above 0")
 FROM_ZERO = Possible(lambda value: is_finite(value) and value >= 0, "a finite number, and not negative")
 TRUTH = Possible(lambda value: type(value) is bool, "true or false")
 NUMBERS = Possible(lambda value: type(value) is list and all(map(is_positive, value)), "a list of numbers above 0")
+SCALED = {
+    "dynamic": ("factor",),
+    "linear": ("factor",),
+    "llama3": ("factor", "high_freq_factor", "low_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
+    "yarn": ("factor",),
+}
+"""Type of scaled rotary embeddings: the settings that it has no default for (transformers 5.23.0,
+modeling_rope_utils.py, `ROPE_INIT_FUNCTIONS`, `_validate_dynamic_rope_parameters` and its like)."""
 ROTARY = {
-    "rope_type": Possible(lambda value: isinstance(value, str), "a name"),
+    "rope_type": Possible(lambda value: value in tuple(SCALED), f"one of {', '.join(SCALED)}"),
     "factor": POSITIVE, "original_max_position_embeddings": POSITIVE, "attention_factor": POSITIVE,
     "beta_fast": FROM_ZERO, "beta_slow": FROM_ZERO, "mscale": FROM_ZERO, "mscale_all_dim": FROM_ZERO, "truncate": TRUTH,
     "short_factor": NUMBERS, "long_factor": NUMBERS, "short_mscale": POSITIVE, "long_mscale": POSITIVE,
@@ -96,7 +106,10 @@ ELSE = Possible(
 
 
 def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
-    """A map of rotary settings with a `rope_type`. Raises what `positive_int` raises."""
+    """A map of rotary settings with a `rope_type`, and all that it has no default for.
+
+    Raises what `positive_int` raises.
+    """
     known = isinstance(value, dict) and len(value) <= 50 and isinstance(value.get("rope_type"), str)
     if not known or not all(isinstance(key, str) for key in value):
         raise _wrong(value, name, where, "none")
@@ -107,6 +120,8 @@ def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
                 f"{where} says {key[:80]} = {short(item)} in its rotary settings, it should be {possible.words}",
                 f"correct it; --set {name}=none is for a model whose rotary embeddings are not scaled",
             )
+    if missing := [key for key in SCALED[value["rope_type"]] if key not in value]:
+        raise SourceError(f"{where} has rotary settings of type {value['rope_type']} without {missing[0]}", "add it")
     return dict(value)
 
 

@@ -273,6 +273,18 @@ def test_a_token_of_another_file_is_no_matter_where_none_is_added(tmp_path):
     assert applied(folder, "chatml").added == ()
 
 
+@pytest.mark.parametrize("file", ["config", "generation"])
+def test_an_id_that_no_token_has_is_none_of_the_template(tmp_path, file):
+    """The token that a pad is would not be trained, and one that ends a text would end each reply; one that ends a
+    reply may be named."""
+    length = worlds.length(worlds.tokenizer())
+    folder = worlds.folder(tmp_path / "pad", worlds.tokenizer(), **{file: {"pad_token_id": length}})
+    with pytest.raises(RefusedError, match=rf"says pad_token_id = {length}, which no token .* <\|im_start\|> of the"):
+        applied(folder, "chatml")
+    folder = worlds.folder(tmp_path / "end", worlds.tokenizer(), **{file: {"eos_token_id": [1, length + 1]}})
+    assert applied(folder, "chatml").added == ("<|im_start|>", "<|im_end|>")
+
+
 def test_the_end_in_special_tokens_map_is_where_generation_stops(tmp_path):
     folder = worlds.folder(tmp_path / "model", worlds.tokenizer())
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<pad>"}')

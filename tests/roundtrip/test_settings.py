@@ -196,8 +196,8 @@ def test_a_window_that_the_user_sets_is_in_the_layers_that_the_args_name(model, 
 @pytest.mark.parametrize(
     ("write", "name", "read", "setting", "why"),
     [
-        ("hf2megatron", "gpt_oss", "megatron2hf", "full_layers=[0,2]", "full_layers is fixed for gpt_oss"),
-        ("hf2megatron", "gpt_oss", "reshard", "full_layers=[]", "full_layers is fixed for gpt_oss"),
+        ("hf2megatron", "gpt_oss", "megatron2hf", "full_layers=[0,2]", "layer_types of a gpt_oss says"),
+        ("hf2megatron", "gpt_oss", "reshard", "full_layers=[]", "layer_types of a gpt_oss says"),
         ("hf2nanotron", "llama", "nanotron2hf", "rotary_fraction=0.5", "rotary_fraction is fixed for llama"),
         ("hf2nanotron", "llama", "nanotron2hf", "top_k=2", "top_k is fixed for llama"),
         ("hf2neox", "llama", "neox2hf", "router_scale=2.0", "router_scale is fixed for llama"),
@@ -211,3 +211,39 @@ def test_a_setting_that_changes_nothing_is_refused(model, convert, tmp_path, wri
     vocab = [] if read == "nanotron2hf" else ["--set", "vocab=211"]
     ran = convert(read, run, tmp_path / "out", *vocab, "--set", setting)
     assert (ran.code, why in ran.err) == (4, True), ran.err
+
+
+def test_a_list_of_layers_is_a_setting_in_any_order(model, convert, tmp_path):
+    """Without a layer that has no rotary embedding a SmolLM3 is a Llama."""
+    out, listed = tmp_path / "out", tmp_path / "listed"
+    for folder, layers in ((out, "[2,1]"), (listed, "[1,2]")):
+        assert convert("hf2hf", model("smollm3"), folder, "--set", f"nope_layers={layers}").code == 0
+    assert (out / "config.json").read_text() == (listed / "config.json").read_text()
+    run = tmp_path / "run"
+    assert convert("hf2megatron", model("smollm3"), run).code == 0
+    shutil.rmtree(run / "huggingface")
+    (run / "release/vitruvian.json").unlink()
+    ran = convert("megatron2hf", run, tmp_path / "llama", "--set", "vocab=211", "--set", "nope_layers=[]")
+    assert (ran.code, open_checkpoint(tmp_path / "llama").spec.family) == (0, "llama"), ran.err
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ('{"rope_type":"lineer","factor":4.0}', "says rope_type = 'lineer' in its rotary settings"),
+        ('{"rope_type":"longrope","factor":4.0}', "rotary settings of type longrope without short_factor"),
+        ('{"rope_type":"default"}', "says rope_type = 'default' in its rotary settings"),
+    ],
+)
+def test_a_scaling_that_no_class_computes(model, convert, tmp_path, value, why):
+    """transformers loads no model with it; embeddings that are not scaled are `none`."""
+    for command in ("hf2hf", "hf2fsdp"):
+        ran = convert(command, model("llama"), tmp_path / "out", "--set", f"rope_scaling={value}")
+        assert (ran.code, why in ran.err) == (2, True), ran.err
+    parsed = json.loads(value)
+    if parsed["rope_type"] != "default":
+        folder = shutil.copytree(model("llama"), tmp_path / "hf")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 1e4, **parsed}}))
+        ran = convert("hf2hf", folder, tmp_path / "out")
+        assert (ran.code, parsed["rope_type"] in ran.err) == (3, True), ran.err

@@ -184,7 +184,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     if source.assets is None or config != base or source.settings.only:
         return _dump(config)
     path = require_inside(source.assets / "config.json", source.assets)
-    if _dump(read_json(path)) != _dump(base):
+    if json.dumps(read_json(path)) != json.dumps(base):
         raise SourceError(f"{path} has changed since the checkpoint was opened", "run it again")
     return path.read_bytes()
 

@@ -20,7 +20,7 @@ from shlex import quote
 from typing import Any
 
 from formats.errors import SourceError, UsageError, short
-from formats.model.values import KINDS, ROTARY
+from formats.model.values import KINDS, ROTARY, SCALED
 
 
 def choice(fixed: Any = None, *, needed: bool = True) -> Any:
@@ -322,6 +322,8 @@ def _require_possible(name: str, value: Any, setting: str) -> None:
         own = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_fraction"}.get(strange[0])
         hint = f"--set {own}={shown(value[strange[0]])}" if own else f"known: {', '.join(sorted(ROTARY))}"
         raise UsageError(f"--set {name}: no rotary embedding has {short(strange[0])}", hint)
+    if missing := [key for key in SCALED[value["rope_type"]] if key not in value] if kind == MAP and value else []:
+        raise UsageError(f"--set {name}: no {value['rope_type']} without {missing[0]}", f"add {', '.join(missing)}")
 
 
 def _spelled(name: str, value: Any) -> str:

@@ -106,10 +106,7 @@ ELSE = Possible(
 
 
 def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
-    """A map of rotary settings with a `rope_type`, and all that it has no default for.
-
-    Raises what `positive_int` raises.
-    """
+    """A map of rotary settings with a `rope_type`. Raises what `positive_int` raises."""
     known = isinstance(value, dict) and len(value) <= 50 and isinstance(value.get("rope_type"), str)
     if not known or not all(isinstance(key, str) for key in value):
         raise _wrong(value, name, where, "none")
@@ -120,8 +117,6 @@ def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
                 f"{where} says {key[:80]} = {short(item)} in its rotary settings, it should be {possible.words}",
                 f"correct it; --set {name}=none is for a model whose rotary embeddings are not scaled",
             )
-    if missing := [key for key in SCALED[value["rope_type"]] if key not in value]:
-        raise SourceError(f"{where} has rotary settings of type {value['rope_type']} without {missing[0]}", "add it")
     return dict(value)
 
 

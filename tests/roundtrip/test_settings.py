@@ -231,7 +231,7 @@ def test_a_list_of_layers_is_a_setting_in_any_order(model, convert, tmp_path):
     ("value", "why"),
     [
         ('{"rope_type":"lineer","factor":4.0}', "says rope_type = 'lineer' in its rotary settings"),
-        ('{"rope_type":"longrope","factor":4.0}', "rotary settings of type longrope without short_factor"),
+        ('{"rope_type":"longrope","factor":4.0}', "no longrope without short_factor"),
         ('{"rope_type":"default"}', "says rope_type = 'default' in its rotary settings"),
     ],
 )

@@ -13,7 +13,9 @@ FAMILY = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     table=TABLE,
-    requires={"hidden_act": "silu", "use_sliding_window": False, "qkv_bias": True},
+    requires={"hidden_act": "silu", "qkv_bias": True},
+    switch="use_sliding_window",
+    window_default=4096,
     keys={
         "experts": "num_experts",
         "top_k": "num_experts_per_tok",

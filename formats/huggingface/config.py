@@ -14,7 +14,7 @@ from formats.families import family_named, family_of, find_family
 from formats.families.family import Family
 from formats.huggingface.nulls import MEANT, tokens_beyond
 from formats.huggingface.quantized import method_of
-from formats.huggingface.require import OF_ALL, class_names, require_copies, require_table
+from formats.huggingface.require import OF_ALL, WINDOW, class_names, require_copies, require_table
 from formats.huggingface.rope import PARAMETERS, SCALING, THETA, Rope, assumed, own_value
 from formats.huggingface.settings_table import USUAL, keys_of, keys_read, rows_of
 from formats.model.checks import checked
@@ -113,7 +113,7 @@ def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     """The keys of a config that no table knows: they are kept as they are, and assumed not to affect the weights."""
-    known = {*USUAL.values(), THETA, SCALING, PARAMETERS, *OF_ALL, *OF_NO_MODEL}
+    known = {*USUAL.values(), THETA, SCALING, PARAMETERS, WINDOW, *OF_ALL, *OF_NO_MODEL}
     family = find_family(config)
     if family:
         known |= keys_read(family)

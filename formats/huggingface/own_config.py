@@ -12,6 +12,7 @@ from formats.disk.json_file import read_json
 from formats.errors import UnsupportedError, short
 from formats.huggingface import language_model
 from formats.huggingface.config import OF_NO_MODEL, config_differences, from_huggingface
+from formats.huggingface.require import LAYER_CONFIG, OF_ALL, WINDOW
 from formats.huggingface.rope import PARAMETERS
 from formats.model.checks import require_no_contradictions
 from formats.model.settings import TYPES
@@ -39,6 +40,8 @@ PLACED_BY_PAD = {
 modeling_*.py of each, `create_position_ids_from_input_ids` and `padding_idx`)."""
 DERIVED = ("head_dim", "n_inner", "intermediate_size")
 """Sizes that classes of transformers derive in the model where they are null; the shapes of the weights tell them."""
+OF_EVERY_MODEL: Mapping[str, Any] = {**OF_ALL, WINDOW: None, LAYER_CONFIG: None}
+"""Keys that transformers reads of every model, also where its class has no such key, and what they are there."""
 HINT = "leave --config out, or correct one of them"
 HINT_OF_SETTINGS = "leave --config out, correct one of them, or decide with --set NAME=VALUE"
 
@@ -123,11 +126,14 @@ def _table_differences(ours: ModelSpec, theirs: ModelSpec, as_read: Callable[[],
 
 
 def _comparable(config: Mapping[str, Any], *, nulls: bool = True) -> dict[str, Any]:
-    """A config, and those nested in it, without keys in which two may differ; with `nulls` a null is a value."""
+    """A config, and those nested in it, without keys in which two may differ; with `nulls` a null is a value.
+
+    Keys that transformers reads of every model then count in the configs that lack them too.
+    """
     idle = {*IDLE, *SPECIAL} - ({PAD} if config.get("model_type") in PLACED_BY_PAD else set())
     return {
         name: _comparable(value, nulls=nulls) if isinstance(value, dict) else value
-        for name, value in config.items()
+        for name, value in ({**OF_EVERY_MODEL, **config} if nulls else config).items()
         if not (name in idle or name.startswith("_"))
         and not (name == "type" and "rope_type" in config)  # its name in transformers 4
         and (value is not None or (nulls and name not in DERIVED))

@@ -11,6 +11,7 @@ from formats.families import FAMILIES, family_of, find_family
 from formats.families.family import Family
 from formats.huggingface.nulls import require_values
 from formats.huggingface.quantized import require_method
+from formats.huggingface.rope import PARAMETERS, PLAIN, SCALING
 from formats.huggingface.settings_table import keys_of, keys_read, rows_of
 from formats.model import untabled
 
@@ -24,9 +25,14 @@ SYNONYMS = {
 
 LAYER_CONFIG = "per_layer_config"
 """Config key by which transformers changes settings of single layers (5.23.0, integrations/heterogeneity)."""
-OF_ALL: Mapping[str, Any] = {"is_causal": True}
-"""Config key that transformers reads of every model: the only value that tables describe. With another value each token
-also sees the tokens after it (transformers 5.23.0, masking_utils.py `create_causal_mask`)."""
+OF_ALL: Mapping[str, Any] = {"is_causal": True, "kv_sharing_modes": None, "attention_chunk_size": None}
+"""Config key that transformers reads of every model: the only value that tables describe, but of a family with such a
+key of its own. With another value each token also sees the tokens after it, or layers share the keys of others, or
+`generate` forgets tokens (transformers 5.23.0, masking_utils.py `create_causal_mask`, cache_utils.py
+`get_layer_types_and_kwargs`)."""
+WINDOW = "sliding_window"
+"""Config key by which `generate` forgets tokens in every model without `layer_types`, also where its attention has no
+window (as above)."""
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer")
 """Config key with a value for each layer (transformers 5.23.0, configuration_utils.py `validate_layer_type`, whose
 `layer_types` are `layers_block_type` in configuration_zamba.py; configuration_laguna.py)."""
@@ -114,6 +120,8 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
     if config.get("text_config"):
         raise UnsupportedError(f"{where}: models with a text_config are not supported")
     for key, only in {**OF_ALL, **family.requires}.items():
+        if key in family.own:
+            continue
         value = config.get(key, only)
         same = SYNONYMS.get(str(value), value) == SYNONYMS.get(str(only), only)
         if not same:
@@ -137,6 +145,7 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
             "remove the one that the model was not trained with",
         )
     _require_full(config, family, where)
+    _require_no_stray(config, family, known_keys, where)
     for key in family.keys.values():
         values = {name: short(config[name]) for name in key.split() if name in config}
         if len({*values.values()}) > 1:
@@ -163,6 +172,28 @@ def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None
     if type(layers) is int and not (type(full) is int and full >= layers):
         why = f"{key} = {short(full)} of {layers} layers" if key else f"{family.switch} = {config.get(family.switch)}"
         raise UnsupportedError(f"{where}: {why}: a sliding window is not supported for {family.name}")
+
+
+def _require_no_stray(config: Mapping[str, Any], family: Family, known_keys: Collection[str], where: str) -> None:
+    """Refuse a sliding window in a family without one, and rotary settings in a family without rotation.
+
+    Raises:
+        UnsupportedError: the config has either.
+    """
+    windowed = family.switch or family.full_until or WINDOW in known_keys or "layer_types" in known_keys
+    if config.get(WINDOW) is not None and not windowed:
+        raise UnsupportedError(
+            f"{where}: {WINDOW} = {short(config[WINDOW])} is not supported for {family.name}: its attention has no "
+            "window, and generation with transformers forgets the tokens before one",
+            f"remove {WINDOW} if the model was trained without it",
+        )
+    for key in (PARAMETERS, SCALING) if family.rope_theta is None else ():
+        settings = config.get(key) or PLAIN
+        kind = settings.get("rope_type", settings.get("type")) if isinstance(settings, Mapping) else None
+        if key not in known_keys and kind != "default":
+            raise UnsupportedError(
+                f"{where}: {key} = {short(settings)} is not supported for {family.name}, which has no rotary embedding"
+            )
 
 
 def require_copies(config: Mapping[str, Any], family: Family, values: Mapping[str, Any], where: str) -> None:

@@ -796,6 +796,16 @@ def test_two_configs_of_a_model_without_a_table_are_compared_in_the_keys_of_both
 
 
 @pytest.mark.parametrize("options", [[], ["--verbatim"]])
+def test_a_key_that_transformers_reads_of_every_model_and_that_only_one_config_has(
+    model, convert, tmp_path, trained, options
+):
+    """The class of no Llama knows the key, and the cache of `generate` reads it; then no table describes the model."""
+    base = changed_config(model(), tmp_path / "base", sliding_window=8)
+    ran = convert("fsdp2hf", trained, tmp_path / "no", "--config", base, *options)
+    refused(ran, 5, "contradict each other (checkpoint | base): sliding_window: None | 8")
+
+
+@pytest.mark.parametrize("options", [[], ["--verbatim"]])
 def test_a_config_of_another_type_that_no_table_describes(model, convert, tmp_path, trained, options):
     config = json.loads((trained / "config.json").read_text())
     (trained / "config.json").write_text(json.dumps(config | {"model_type": "stablelm"}))

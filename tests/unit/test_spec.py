@@ -20,11 +20,12 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.deepspeed.neox.yml import to_neox
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, VitruvianError, short
-from formats.families import FAMILIES, known
+from formats.families import FAMILIES, family_of, known
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.folder import model_slots
 from formats.layout.tensors import BUFFERS
@@ -1139,6 +1140,52 @@ def test_a_model_whose_tokens_see_those_after_them_has_no_table(value):
     for name in MODELS:
         with pytest.raises(UnsupportedError, match=f"is_causal = {value} is not supported"):
             from_huggingface(config(name) | {"is_causal": value}, {}, "config.json")
+
+
+STRAY = {"sliding_window": 8, "attention_chunk_size": 8, "kv_sharing_modes": ["reuse"] * 100}
+OWN_WINDOW = {key: [] for key in STRAY} | {
+    "sliding_window": [name for name in MODELS if family_of(MODELS[name], name).window == "sliding_window"],
+    "attention_chunk_size": [name for name in MODELS if "attention_chunk_size" in family_of(MODELS[name], name).own],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("key", STRAY)
+def test_a_key_by_which_only_generation_forgets_tokens_is_refused(name, key):
+    """The masks of a family without a window ignore the key, and the cache of `generate` reads it."""
+    plain, stray = config(name), config(name) | {key: STRAY[key]}
+    if name in OWN_WINDOW[key]:
+        return
+    try:
+        from_huggingface(stray, {}, "config.json")
+    except UnsupportedError:
+        return
+    with_key, without = (str(get_layer_types_and_kwargs(AutoConfig.for_model(**each))) for each in (stray, plain))
+    assert with_key == without
+
+
+@pytest.mark.parametrize("value", [0, 8, 4096])
+def test_a_window_of_a_family_without_one_is_refused(value):
+    for name in ("llama", "deepseek_v3", "gpt_neox", "nemotron", "glm4_moe", "gpt2"):
+        with pytest.raises(UnsupportedError, match=f"sliding_window = {value} is not supported for {name}: its"):
+            from_huggingface(config(name) | {"sliding_window": value}, {}, "config.json")
+        assert from_huggingface(config(name) | {"sliding_window": None}, {}, "config.json")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"])
+def test_a_window_that_the_class_turns_off_is_none(name):
+    off = {"sliding_window": 32768, "use_sliding_window": False}
+    assert from_huggingface(config(name) | off, {}, "config.json") == from_huggingface(config(name), {}, "config.json")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "nemotron_h", "mamba2"])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_rotary_scaling_of_a_model_without_rotation_is_refused(name, key):
+    """transformers 5.23 builds some of them, with settings that it does not use."""
+    for kind in ("rope_type", "type"):
+        with pytest.raises(UnsupportedError, match=f"{key} = .* is not supported for {name}, which has no"):
+            from_huggingface(config(name) | {key: {kind: "yarn", "factor": 4.0}}, {}, "config.json")
+    assert from_huggingface(config(name) | {key: {"rope_type": "default"}}, {}, "config.json")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "glm4_moe"])

@@ -192,7 +192,7 @@ def _require_no_stray(config: Mapping[str, Any], family: Family, known_keys: Col
         kind = settings.get("rope_type", settings.get("type")) if isinstance(settings, Mapping) else None
         if key not in known_keys and kind != "default":
             raise UnsupportedError(
-                f"{where}: {key} = {short(settings)} is not supported for {family.name}, which has no rotary embedding"
+                f"{where}: {key} of type {short(kind)} is not supported for {family.name}, which has no rotation"
             )
 
 

@@ -21,6 +21,7 @@ SHARDS = (
     "model_world_size_*",
     "pytorch_model_fsdp_0/.metadata",
     "pytorch_model_fsdp.bin",
+    "shard-*-model-*-of-*.safetensors",
     "mp_rank_*/*.pt",
 )
 """Patterns of the files that distributed checkpoints of torch and of Megatron have directly in a folder."""

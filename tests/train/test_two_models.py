@@ -68,6 +68,7 @@ def test_what_was_begun_there_before_comes_to_its_end(both, settings, run):
      ("iter_0000005/mp_rank_00/model_optim_rng.pt", "iter_0000005"),
      ("g/mp_rank_00_model_states.pt", "g"), ("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0"),
      ("pytorch_model_fsdp.bin", "pytorch_model_fsdp.bin"),
+     ("shard-00001-model-00001-of-00001.safetensors", "shard-00001-model-00001-of-00001.safetensors"),
      ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_0.pt")],
     ids=str,
 )  # fmt: skip

@@ -116,12 +116,12 @@ class Copies:
         """
         job = self.job
         if self.unequal:
-            alone = "without its optimizer" if job.state else "with zero2hf or neox2hf --weights module"
+            module = "" if job.state else ", out of DeepSpeed with zero2hf or neox2hf --weights module"
             unchecked = "" if self.nameless else "; --replicas first takes the master weights unchecked"
             raise VerificationError(
                 f"{self.unequal} of {prod(job.shape)} elements of {job.label} in {job.twins[0].fragment.path} are not "
                 f"the rounded FP32 master weights of {job.sources[0].fragment.path}",
-                f"the model goes alone {alone}{unchecked}",
+                f"the model goes alone without its optimizer{module}{unchecked}",
             )
         if not self.worst:
             return

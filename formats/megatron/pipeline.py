@@ -1,7 +1,8 @@
 """Which layers each pipeline stage and virtual chunk holds.
 
 The rules are those of megatron-core 0.16.1 (transformer/transformer_layer.py `get_transformer_layer_offset` and
-transformer/transformer_block.py `get_num_layers_to_build`), against which the tests compare every case.
+transformer/transformer_block.py `get_num_layers_to_build`), against which the tests compare every case; stages in the
+pattern of a hybrid are those of 0.19.2 (models/hybrid/hybrid_layer_allocation.py `select_pipeline_segment`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.megatron.args.table import PATTERN
 from formats.model.values import MOST_LAYERS
 
 LONGEST = 100_000
@@ -178,6 +180,9 @@ def pipeline_of(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> P
         UnsupportedError: the pipeline layout is no text.
     """
     layout = args.get("pipeline_model_parallel_layout")
+    for pattern in (args.get(name) for name in PATTERN.split("|")):
+        if isinstance(pattern, str) and "|" in pattern:  # stages of a hybrid (0.19)
+            layout = f"E{re.sub('[^|]', 't', pattern)}L"
     ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     if not all(end is None or (type(end) is int and 0 <= end < MOST_LAYERS) for end in ends):
         raise SourceError(f"{path}: the layers of its first and last stage are {short(ends)}")

@@ -378,6 +378,8 @@ def test_two_patterns_of_one_hybrid():
             with pytest.raises(RefusedError, match=r"hybrid_layer_pattern = '.*' contradict each other"):
                 from_megatron(args | {name: "M*-E"}, {}, None, "args", settled=settled)
         assert from_megatron(args | {name: None}, {}, None, "args") == from_megatron(args, {}, None, "args")
+    stages = dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern"), "M-|*E")
+    assert from_megatron(args | stages, {}, None, "args") == from_megatron(args, {}, None, "args")
 
 
 @pytest.mark.parametrize(

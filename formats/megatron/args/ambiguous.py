@@ -51,16 +51,21 @@ def with_both_names(args: Args, settings: Mapping[str, Any], where: str) -> Args
     return args
 
 
-def require_one_pattern(args: Args, where: str) -> None:
-    """Refuse args with two patterns of layers; 0.17 to 0.19 copy the pattern of the older name to the newer one.
+def with_one_pattern(args: Args, where: str) -> Args:
+    """Return the args with a pattern of layers that says nothing of pipeline stages, which `pipeline_of` reads.
+
+    0.17 to 0.19 copy the pattern of the older name to the newer one. In 0.19 a `|` begins a stage or a chunk
+    (models/hybrid/hybrid_layer_allocation.py).
 
     Raises:
         RefusedError: both names of the pattern are there with different patterns.
     """
-    given = {name: args[name] for name in PATTERN.split("|") if args.get(name) is not None}
-    if len({*map(str, given.values())}) > 1:
-        patterns = " and ".join(f"{name} = {short(pattern)}" for name, pattern in given.items())
-        raise RefusedError(f"{where}: {patterns} contradict each other")
+    patterns = {name: args[name] for name in PATTERN.split("|") if args.get(name) is not None}
+    if len({*map(str, patterns.values())}) > 1:
+        said = " and ".join(f"{name} = {short(pattern)}" for name, pattern in patterns.items())
+        raise RefusedError(f"{where}: {said} contradict each other")
+    whole = {name: pattern.replace("|", "") for name, pattern in patterns.items() if isinstance(pattern, str)}
+    return {**args, **whole}
 
 
 def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | None, where: str) -> Scaling:

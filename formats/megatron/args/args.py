@@ -55,7 +55,7 @@ def from_megatron(
         UnsupportedError: the model computes something that has no layout here.
         RefusedError: args and config contradict each other, or the version that made the args ignored some of them.
     """
-    ambiguous.require_one_pattern(args, where)
+    args = ambiguous.with_one_pattern(args, where)
     args = args if settled else ambiguous.with_both_names(args, settings, where)
     if args.get(POSITIONS) in (None, "learned_absolute") and args.get(ROTARY):
         args = {**args, POSITIONS: "rope"}  # in older trees the flag is all that tells

@@ -34,6 +34,8 @@ from converters.assets.tokenizer_json import read_vocabulary
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import SourceError, short, some
+from formats.huggingface.rope import POSITIONS
+from formats.model.untabled import language
 
 SAID = tuple(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk"))
 FURTHER = ("additional_special_tokens", "extra_special_tokens")
@@ -65,6 +67,9 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
     places = near_folders(source)
     known = source.assets in (source.settings.config, *places.values())
     theirs = (f"that of {source.assets} is", f"those of {source.assets} are") if known else ("another is", "others are")
+    config = source.settings.config
+    if config and config.is_dir():  # beside a Hugging Face folder, whose own files are carried
+        places |= {config.resolve(): config}
     others = [place for resolved, place in places.items() if resolved != source.assets.resolve()]
     gets_template = not any(_has_template(place) for place in others) and _has_template(source.assets)
     for place in others:
@@ -87,12 +92,12 @@ def left_behind(source: Checkpoint) -> Iterator[str]:
                 f"{place} has a {TOKENIZER_CONFIG} and no chat template, OUT gets the one of {source.assets}: if the "
                 "model was trained without, take it out of OUT, and record that with `convert assets OUT --from OUT`"
             )
-        own, carried = _ids(place), _ids(source.assets)
+        own, carried = _settings(place), _settings(source.assets)
         differ = [key for key, value in own.items() if _listed(value) != _listed(carried.get(key))]
         if differ:
-            ids = [f"{key} {short(own[key])} (carried: {short(carried.get(key))})" for key in differ]
+            said = [f"{key} {short(own[key])} (carried: {short(carried.get(key))})" for key in differ]
             yield (
-                f"{place / CONFIG} says {', '.join(ids)}: if the training changed that, change it in OUT, and record "
+                f"{place / CONFIG} says {', '.join(said)}: if the training changed that, change it in OUT, and record "
                 "it with `convert assets OUT --from OUT`"
             )
 
@@ -217,14 +222,17 @@ def _generation(folder: Path, without: Collection[str] = ()) -> dict[str, Any] |
     return {key: _listed(value) if key in IDS else value for key, value in matter.items()}
 
 
-def _ids(folder: Path) -> dict[str, Any]:
-    """The ids of special tokens that a config.json gives, None for null; none where it is no JSON."""
+def _settings(folder: Path) -> dict[str, Any]:
+    """What a config.json says of special tokens, None for null, and of positions; nothing where it is no JSON."""
     assets = {CONFIG: folder / CONFIG} if _is_there(folder / CONFIG) else {}
     try:
-        given = object_of(assets, CONFIG) | generation_settings(assets)
+        config = object_of(assets, CONFIG)
+        given = {POSITIONS: language(config).get(POSITIONS)} | config | generation_settings(assets)
     except SourceError:
         return {}
-    return {key: given[key] for key in IDS if key in given}
+    return {key: given[key] for key in IDS if key in given} | {
+        key: given[key] for key in (POSITIONS,) if given[key] is not None
+    }
 
 
 def _other_processors(own: Path, carried: Path) -> list[str]:

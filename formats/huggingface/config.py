@@ -15,7 +15,7 @@ from formats.families.family import Family
 from formats.huggingface.nulls import MEANT, tokens_beyond
 from formats.huggingface.quantized import method_of
 from formats.huggingface.require import OF_ALL, WINDOW, class_names, require_copies, require_table
-from formats.huggingface.rope import PARAMETERS, SCALING, THETA, Rope, assumed, own_value
+from formats.huggingface.rope import ORIGINAL, PARAMETERS, SCALING, THETA, Rope, assumed, own_value
 from formats.huggingface.settings_table import USUAL, keys_of, keys_read, rows_of
 from formats.model.checks import checked
 from formats.model.codec import Context, read, write
@@ -165,6 +165,8 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     known = _values(config, family, "the config")[0] if base else {}
     changed = {row.setting for row in table if not base or known[row.setting] != values[row.setting]}
     relative = {name for other in changed.intersection(RELATIVE) for name in RELATIVE[other]}
+    if "max_positions" in changed and ORIGINAL in (spec.rope_scaling or {}):  # which it is where no key says it
+        changed.add("rope")
     changed |= relative if "rotary_fraction" in family.keys else relative - {"rope"}
     config |= write((row for row in table if row.setting in changed), values, (), "the config", config)
     config |= {key: values[setting] for key, setting in family.copied.items() if key in config}

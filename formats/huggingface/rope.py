@@ -21,7 +21,8 @@ from formats.model.values import positive_int
 PARAMETERS, THETA, SCALING, PARTIAL = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")
 """A config key that takes precedence over the same key in the rotary settings, and the types of scaling that have it
-(`standardize_rope_params`)."""
+(`standardize_rope_params`). Without either it is `POSITIONS`."""
+POSITIONS = "max_position_embeddings"
 LOCAL = "rope_local_base_freq"
 """The key of the base of the layers with a sliding window, in a family with two bases; version 5 has it in the map of
 these layers."""
@@ -40,7 +41,7 @@ class Rope(NamedTuple):
     rotary_fraction: Any
 
 
-def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Codec:
+def rotary(parameters: str, theta: str, scaling: str, original: str, fraction: str = "") -> Codec:
     """The codec of `Rope`: `parameters` is the key of transformers 5, the others are the keys of version 4."""
 
     def read(_: Spelled, context: Context) -> Rope:
@@ -50,10 +51,11 @@ def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Cod
         kind = settings.pop("type", "default")
         kind = settings.pop("rope_type", kind)
         kind = RENAMED.get(str(kind), kind)
-        if kind in ORIGINAL_OF and ORIGINAL in config:
-            inner = settings.setdefault(ORIGINAL, config[ORIGINAL])
-            if inner != config[ORIGINAL]:
-                values = f"{ORIGINAL} = {short(config[ORIGINAL])}, and {short(inner)} in its rotary settings"
+        if kind in ORIGINAL_OF:
+            usual = config.get(POSITIONS, context.values.get("max_positions"))
+            inner = settings.setdefault(original, config.get(original, usual))
+            if original in config and inner != config[original]:
+                values = f"{original} = {short(config[original])}, and {short(inner)} in its rotary settings"
                 hint = "transformers takes the first; correct either"
                 raise SourceError(f"{context.where} contradicts itself: {values}", hint)
         beside = config.get(PARTIAL) if fraction in ("", PARTIAL) else None  # the class of another key reads that alone
@@ -62,13 +64,16 @@ def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Cod
 
     def write(rope: Rope, context: Context) -> Spelled:
         family = family_named(context.values["family"])
+        length = (rope.rope_scaling or {}).get(original)
+        outer = {original: length} if length and original in context.file else {}
         if parameters in context.file:
             maps = context.file[parameters]
             part = {} if rope.rotary_fraction is None else {PARTIAL: rope.rotary_fraction}
             settings = {THETA: rope.rope_theta, **part, **(rope.rope_scaling or PLAIN)}
-            return {parameters: {**maps, FULL: settings} if LOCAL in family.own and _by_kind(maps) else settings}
+            by_kind = LOCAL in family.own and _by_kind(maps)
+            return {parameters: {**maps, FULL: settings} if by_kind else settings, **outer}
         unscaled = PLAIN if SCALING in family.defaults else None
-        return {theta: rope.rope_theta, scaling: rope.rope_scaling or unscaled, fraction: rope.rotary_fraction}
+        return {theta: rope.rope_theta, scaling: rope.rope_scaling or unscaled, fraction: rope.rotary_fraction, **outer}
 
     return Codec(read, write)
 

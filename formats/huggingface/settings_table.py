@@ -194,7 +194,8 @@ def rows_of(family: Family, config: Mapping[str, Any]) -> tuple[Row, ...]:
         for setting, key in keys.items()
     }
     first = {name: key.split()[0] for name, key in {**USUAL, **family.keys}.items() if key}
-    rotary = [rope.PARAMETERS, keys.pop("rope_theta", rope.THETA), rope.SCALING, keys.pop("rotary_fraction", "")]
+    rotary = [rope.PARAMETERS, keys.pop("rope_theta", rope.THETA), rope.SCALING, rope.ORIGINAL]
+    rotary += [keys.pop("rotary_fraction", "")]
     keys |= {"biases": " ".join(family.biases), "sliding_window": family.window}
     keys |= {"rope": "" if family.rope_theta is None else " ".join(rotary)}
     names = sorted((name for name in keys if keys[name]), key=lambda name: LAST.index(name) if name in LAST else -1)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.megatron.args.table import PATTERN
 from formats.model.values import MOST_LAYERS
 
+PATTERN = "hybrid_override_pattern|hybrid_layer_pattern"
+"""The arguments for the kind of each layer of a hybrid, as letters; the second is the name since 0.17."""
 LONGEST = 100_000
 """The largest number of characters of an expanded pipeline layout."""
 

@@ -795,6 +795,19 @@ def test_two_configs_of_a_model_without_a_table_are_compared_in_the_keys_of_both
     refused(ran, 5, "contradict each other (checkpoint | other): rope_parameters.rope_theta: 10000.0 | 500000.0")
 
 
+def test_a_longest_text_that_a_rotary_scaling_computes_with(model, convert, tmp_path):
+    """Without `original_max_position_embeddings` it is that length too."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    own = changed_config(model(), tmp_path / "own", rope_parameters={"rope_theta": 1e4, **scaling})
+    shutil.copy(model() / "model.safetensors", own)
+    assert convert("hf2fsdp", own, tmp_path / "checkpoint").code == 0
+    length = json.loads((own / "config.json").read_text())["max_position_embeddings"]
+    base = changed_config(own, tmp_path / "base", max_position_embeddings=4 * length)
+    for command, source in (("fsdp2hf", tmp_path / "checkpoint"), ("hf2hf", own)):
+        ran = convert(command, source, tmp_path / "no", "--config", base)
+        refused(ran, 5, "contradict each other", "rope_scaling: ", f"original_max_position_embeddings': {length}")
+
+
 @pytest.mark.parametrize("options", [[], ["--verbatim"]])
 def test_a_key_that_transformers_reads_of_every_model_and_that_only_one_config_has(
     model, convert, tmp_path, trained, options

@@ -45,8 +45,8 @@ SCALINGS = (
     ),
     scaling("yarn", {}, factor=FACTOR, original_max_position_embeddings=POSITIONS, mscale=0.7, mscale_all_dim=0.4),
     scaling("yarn", {}, factor=FACTOR, original_max_position_embeddings=POSITIONS, attention_factor=1.5),
+    scaling("longrope", {}, short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32),
     scaling("dynamic", {}, factor=FACTOR),
-    scaling("longrope", {}, short_factor=[1.0] * 4, long_factor=[2.0] * 4),
 )
 BETA = "llama_4_scaling_beta"
 GROWING = scaling(

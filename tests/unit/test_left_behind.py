@@ -114,6 +114,30 @@ def test_ids_of_its_config(folders):
     assert notes(run, base) == []
 
 
+def test_the_longest_text_of_its_config(folders):
+    run, base = folders
+    changed(run / "config.json", max_position_embeddings=64)
+    changed(base / "config.json", max_position_embeddings=4096)
+    (said,) = notes(run, base)
+    assert said.startswith(f"{run / 'config.json'} says max_position_embeddings 64 (carried: 4096): if the training")
+
+
+@pytest.mark.parametrize("command", ["hf2hf", "hf2fsdp", "hf2megatron"])
+def test_what_another_folder_says_than_a_hugging_face_folder_is_not_carried(model, convert, tmp_path, command):
+    """The folder's own files are."""
+    base = shutil.copytree(model(), tmp_path / "base")
+    changed(base / "config.json", max_position_embeddings=4096)
+    (base / "tokenizer.json").write_bytes(worlds.tokenizer().to_str().encode())
+    ran = convert(command, model(), tmp_path / "out", "--config", base)
+    assert ran.code == 0, ran.err
+    puts = f"`convert assets OUT --from {base}` puts it into OUT"
+    assert f"note: tokenizer.json of {base} is not carried, and OUT gets none; {puts}" in ran.err
+    length = json.loads((model() / "config.json").read_text())["max_position_embeddings"]
+    assert f"note: {base / 'config.json'} says max_position_embeddings 4096 (carried: {length})" in ran.err
+    if command == "hf2hf":
+        assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == length
+
+
 def test_the_same_in_another_spelling_is_no_difference(folders):
     """As transformers 4 and 5 save one model."""
     run, base = folders

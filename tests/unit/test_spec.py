@@ -711,6 +711,27 @@ def test_an_original_length_beside_the_rotary_settings_is_that_of_transformers(r
         from_huggingface(outer | {"rope_parameters": rope}, {}, "config.json")
 
 
+@pytest.mark.parametrize("rope", [LLAMA3, PLAIN_YARN])
+def test_an_original_length_that_no_key_says_is_the_longest_text(rope):
+    """As transformers fills it in; with another longest text it stays what it was."""
+    within = {key: value for key, value in rope.items() if key != "original_max_position_embeddings"}
+    silent = config("llama") | {"rope_parameters": within, "max_position_embeddings": 64}
+
+    def original(settings):
+        theirs = AutoConfig.for_model(**deepcopy(settings))
+        theirs.standardize_rope_params()
+        return theirs.rope_parameters["original_max_position_embeddings"]
+
+    spec = from_huggingface(silent, {}, "config.json")
+    assert spec.rope_scaling["original_max_position_embeddings"] == original(silent) == 64
+    said = silent | {"rope_parameters": {**within, "original_max_position_embeddings": 64}}
+    assert from_huggingface(said, {}, "config.json") == spec
+    longer = to_huggingface(from_huggingface(silent, {"max_positions": 256}, "config.json"), silent)
+    assert (longer["max_position_embeddings"], original(longer)) == (256, 64)
+    beside = silent | {"original_max_position_embeddings": 32}
+    assert original(to_huggingface(replace(spec, max_positions=256), beside)) == 64
+
+
 def test_rotary_scalings_that_megatron_has():
     spec = from_huggingface(config("llama3"), {}, "config.json")
     args = to_megatron(spec)

@@ -16,8 +16,8 @@ from typing import Any
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args.layers import own_attention
 from formats.megatron.args.rope import NO_SCALE
-from formats.megatron.args.table import PATTERN
 from formats.megatron.args.versions import FAILS, by_name, effective_args, ignored, version_of
+from formats.megatron.pipeline import PATTERN
 from formats.model.spec import ModelSpec
 
 FUSED_TOKENS = 4096

@@ -15,13 +15,12 @@ from formats.families.family import TRAITS
 from formats.huggingface import settings_table
 from formats.megatron.args import indexer, layers, mla, mlp, moe, rope, state_space
 from formats.megatron.args.codecs import derived, switch
+from formats.megatron.pipeline import PATTERN
 from formats.model.codec import Codec, Context, choice, rows, single
 from formats.model.settings import FIXED
 from formats.model.spec import ModelSpec
 from formats.model.values import positive_int
 
-PATTERN = "hybrid_override_pattern|hybrid_layer_pattern"
-"""The arguments for the kind of each layer of a hybrid, as letters; the second is the name since 0.17."""
 TEXT = f"""
 learned            position_embedding_type                         learned or rope
 layers             num_layers

@@ -15,7 +15,7 @@ from formats.families.family import Family
 from formats.huggingface.nulls import MEANT, tokens_beyond
 from formats.huggingface.quantized import method_of
 from formats.huggingface.require import OF_ALL, WINDOW, class_names, require_copies, require_table
-from formats.huggingface.rope import ORIGINAL, PARAMETERS, SCALING, THETA, Rope, assumed, own_value
+from formats.huggingface.rope import ORIGINAL, PARAMETERS, SCALING, THETA, Rope, assumed, note_default, own_value
 from formats.huggingface.settings_table import USUAL, keys_of, keys_read, rows_of
 from formats.model.checks import checked
 from formats.model.codec import Context, read, write
@@ -85,7 +85,7 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
             values["head_dim"] = config.get("head_dim") or values["head_dim"]
     values["own"] = {key: own_value(key, usual, config) for key, usual in family.own.items()}
     if family.window and family.window not in config:
-        context.notes.append(f"{family.window} = {family.window_default} (not in {where}: the default of transformers)")
+        note_default(family.window, family.window_default, context)
     return values, context.notes
 
 

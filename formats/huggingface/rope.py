@@ -85,12 +85,18 @@ def own_value(key: str, usual: Any, config: Spelled) -> Any:
 
 
 def assumed(key: str, fallback: Any, context: Context) -> Any:
-    """The value of a key; if it is absent or null, the default of transformers, which is noted in `context.notes`."""
+    """The value of a key; if it is absent or null, the default of the family, which is noted in `context.notes`."""
     if context.file.get(key) is not None:
         return context.file[key]
-    family = context.values["family"]
-    context.notes.append(f"{key} = {fallback} (not in {context.where}: the default of transformers for {family})")
+    note_default(key, fallback, context)
     return fallback
+
+
+def note_default(key: str, value: Any, context: Context) -> None:
+    """Note that a key has the default of the family, and whose default that is."""
+    family = family_named(context.values["family"])
+    whose = f"of the family in {family.file}" if family.file else f"of transformers for {family.name}"
+    context.notes.append(f"{key} = {value} (not in {context.where}: the default {whose})")
 
 
 def _by_kind(maps: Any) -> bool:

@@ -117,6 +117,46 @@ def test_the_router_of_a_class_whose_releases_differ(size):
         read(fields, {"router_normalized": False})
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "positions"),
+    [
+        ("mixtral", "mixtral.MixtralConfig", 4096),
+        ("mixtral", "mixtral.MixtralConfig8x7B", 4096),
+        ("qwen3", "qwen3.Qwen3Config8B", 40960),
+        ("qwen3_moe", "qwen3.Qwen3Config30B_A3B", 40960),
+        ("qwen2", "qwen2.Qwen2Config7B", 77),
+    ],
+)
+def test_the_positions_of_a_class(name, kind, positions):
+    """Mixtral and Qwen3 have a number of their own beside `seq_length`, and NeMo saves it only where it was passed."""
+    fields = written(name) | {"_target_": f"{NEMO}.{kind}", "seq_length": 77}
+    assert read(fields).max_positions == positions
+    assert read({**fields, "max_position_embeddings": 50}).max_positions == 50
+    assert read(fields, {"max_positions": 60}).max_positions == 60
+
+
+def test_the_positions_of_a_class_whose_releases_differ():
+    """65536 in NeMo 2.2.0 and 2.2.1 alone."""
+    fields = written("mixtral") | {"_target_": f"{NEMO}.mixtral.MixtralConfig8x22B"}
+    with pytest.raises(RefusedError, match=r"no max_position_embeddings, .* has 65536 in NeMo 2\.2 and 4096 before"):
+        read(fields)
+    assert read({**fields, "max_position_embeddings": 50}).max_positions == 50
+    assert read(fields, {"max_positions": 65536}).max_positions == 65536
+
+
+@pytest.mark.parametrize("size", ["7B", "13B", "34B", "70B"])
+def test_a_code_llama_is_a_llama(size):
+    """Its classes set no more than the sizes, the base and `seq_length`."""
+    spec = read(of_class(f"{NEMO}.llama.CodeLlamaConfig{size}"))
+    assert spec == read(of_class(f"{NEMO}.llama.Llama2Config7B"))
+
+
+def test_a_field_of_nemo_that_nothing_reads():
+    """megatron-core has `bias_dropout_fusion`."""
+    fields = written("starcoder2") | {"_target_": f"{NEMO}.base.GPTConfig126M"}
+    assert read({**fields, "bias_dropout_add_fusion": True}) == read(fields)
+
+
 def test_a_class_of_nemo_in_a_folder(convert, tmp_path):
     run = nemo(tmp_path / "nemo")
     for number, left in enumerate((FIELDS[:1], FIELDS)):

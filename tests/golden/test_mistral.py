@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.dcp_tools import refused
+from tests.roundtrip.test_not_refused import logits
 
 REAL = Path(__file__).with_name("mistral")
 KINDS = ("dense", "experts")
@@ -82,6 +83,50 @@ def test_what_is_refused(convert, model, tmp_path):
         refused(convert("inspect", run, *LENGTH), code, message)
     refused(convert("hf2mistral", model("llama"), tmp_path / "out"), 4, "a llama has no files of Mistral's own")
     assert not (tmp_path / "out").exists()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["config", "no config"])
+@pytest.mark.parametrize(
+    ("name", "key", "value", "setting"),
+    [
+        ("mistral", "rope_parameters", YARN, "rope_scaling"),
+        ("mixtral", "rope_parameters", YARN, "rope_scaling"),
+        ("mistral", "rope_parameters", {"rope_theta": 500}, "rope_theta"),
+        ("mistral", "rms_norm_eps", 0.1, "norm_epsilon"),
+        ("mistral", "max_position_embeddings", 77, "max_positions"),
+        ("mistral", "sliding_window", 4, "sliding_window"),
+        ("mistral", "sliding_window", None, "sliding_window"),
+        ("mixtral", "num_experts_per_tok", 1, "top_k"),
+    ],
+)
+def test_a_setting_of_the_user(convert, model, tmp_path, name, key, value, setting, beside):
+    """It overrules params.json and the config beside it, as it overrules a config alone."""
+    from transformers import AutoConfig
+
+    source, run, out, expected = model(name, head_dim=16), tmp_path / "run", tmp_path / "out", tmp_path / "expected"
+    assert convert("hf2mistral", source, run).code == 0
+    (run / "vitruvian.json").unlink()
+    if not beside:
+        (run / "config.json").unlink()
+    option = ("--set", f"{setting}={json.dumps(value.get(setting, value) if isinstance(value, dict) else value)}")
+    assert convert("mistral2hf", run, out, *option).code == 0
+    assert convert("hf2hf", source, expected, *option).code == 0
+    got = getattr(AutoConfig.from_pretrained(out), key)
+    assert got | value == got if isinstance(value, dict) else got == value
+    assert (logits(out) == logits(expected)).all()
+    assert key == "max_position_embeddings" or (logits(out) != logits(source)).any()
+
+
+def test_a_contradiction_that_no_setting_of_the_user_decides(convert, model, tmp_path):
+    run = tmp_path / "run"
+    assert convert("hf2mistral", model("mistral"), run).code == 0
+    params = json.loads((run / "params.json").read_text())
+    (run / "params.json").write_text(json.dumps(params | {"rope_theta": 7.0}))
+    refused(convert("inspect", run, "--set", "norm_epsilon=0.1"), 5, "rope_theta: 7.0 | 10000.0", "--set NAME=VALUE")
+    assert convert("inspect", run, "--set", "norm_epsilon=0.1", "--set", "rope_theta=7").code == 0
 
 
 @pytest.mark.parametrize(

@@ -230,3 +230,16 @@ def test_every_setting_may_have_a_key_of_its_own(tmp_path):
         assert {name: getattr(spec, name) for name in values} == values
         assert to_huggingface(spec, config) == config
         assert from_huggingface(to_huggingface(spec, {}), {}, "config.json") == spec
+
+
+def test_whose_default_a_note_names(tmp_path):
+    """Of a user's family it is that of the file, whatever the class of transformers assumes."""
+    path = tmp_path / "own.toml"
+    path.write_text(f'window = "sliding_window"\nwindow_default = 8\n{example()}\n[defaults]\nnorm_epsilon = 0.1\n')
+    config = settings_of("llama", model_type="internlm2")
+    with known(load(path)):
+        notes = from_huggingface(config, {}, "config.json").notes
+    for said in ("rms_norm_eps = 0.1", "sliding_window = 8"):
+        assert f"{said} (not in config.json: the default of the family in {path})" in notes
+    notes = from_huggingface(config | {"model_type": "mistral", "rms_norm_eps": 0.1}, {}, "config.json").notes
+    assert "sliding_window = 4096 (not in config.json: the default of transformers for mistral)" in notes

@@ -90,12 +90,12 @@ def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSp
     _require_one_window(given, where)
     values = read(TABLE, given, _conditions(family), where)
     values |= {name: getattr(base, name) for name in ("max_positions",) if base and values[name] is None}
-    values |= settings.values
+    values |= {"family": family, "rope_scaling": None} | dict(settings.values)
     values |= {} if settings.vocab_size is None else {"vocab": settings.vocab_size}
-    values |= {"family": family, "rope_scaling": None}
     spec = checked(values, corrected(where, settings.values))
     if base:
-        require_same_settings(spec, replace(base, own=spec.own), f"{where} and its config", "params | config")
+        both = f"{where} and its config"
+        require_same_settings(spec, replace(base, own=spec.own), both, "params | config", settings.values)
     return spec
 
 

@@ -4,9 +4,9 @@ Bridge writes all fields of a class, and NeMo those alone that were passed to it
 `_io_transform_args`). Other fields without a value are refused where they are read, or show in the shapes and names of
 tensors: heads, biases, norms of queries and keys, experts, a head of its own. Where releases differ, the user is asked.
 
-Facts: NeMo 2.0 to 2.5, collections/llm/gpt/model/ (base.py, llama.py, mistral.py, mixtral.py); Megatron-Bridge 0.1 to
-0.6, models/gpt_provider.py and llama/llama_provider.py, which 0.4 has no more. Classes of Llama 3.1 scale twice where
-`rope_scaling` is on too: megatron-core builds the scaled frequencies, and the class scales them (`provide`).
+Facts: NeMo 2.0 to 2.5, collections/llm/gpt/model/ (base, llama, mistral, mixtral, qwen3); Megatron-Bridge
+0.1 to 0.6, models/gpt_provider.py and llama/llama_provider.py, which 0.4 has no more. Classes of Llama 3.1 scale twice
+where `rope_scaling` is on too: megatron-core builds the scaled frequencies, and the class scales them (`provide`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,30 @@ from formats.errors import RefusedError, short
 from formats.megatron.args.provider import TARGET
 from formats.model.values import positive_float
 
+POSITIONS = "max_position_embeddings"
 NEMO, BRIDGE = r"nemo\.collections\.llm\.gpt\.model\.", r"megatron\.bridge\.models\."
 DEFAULTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (rf"{BRIDGE}.*", {"rope_scaling_factor": 1.0}),
     (rf"{NEMO}mistral\.MistralConfig7B", {"window_size": [4096, 0]}),
     (rf"{NEMO}(base\.GPTConfig\d|llama\.|mixtral\.)\w+|{BRIDGE}llama\..*", {"bias_activation_fusion": True}),
     (rf"{NEMO}base\.GPTConfig175B", {"layernorm_zero_centered_gamma": True}),
+    (rf"{NEMO}mixtral\.\w+", {POSITIONS: 4096}),
+    (rf"{NEMO}qwen3\.\w+", {POSITIONS: 40960}),
 )
 """By pattern of classes: the defaults that differ from what a file without the field is read as."""
-PRE_SOFTMAX, MIXTRAL = "moe_router_pre_softmax", rf"{NEMO}mixtral\.\w+"
-"""Classes whose default of `PRE_SOFTMAX` is True in NeMo 2.0.0 to 2.3.2 and False since 2.4.0, by pattern."""
+IN_DOUBT = (
+    (
+        rf"{NEMO}mixtral\.\w+", "moe_router_pre_softmax", "router_normalized",
+        "True in NeMo 2.0.0 to 2.3.2 and False since 2.4.0",
+        "--set router_normalized=true (since 2.4.0) or --set router_normalized=false (before)",
+    ),
+    (
+        rf"{NEMO}mixtral\.MixtralConfig8x22B", POSITIONS, "max_positions",
+        "65536 in NeMo 2.2 and 4096 before and since",
+        "--set max_positions=65536 (2.2) or --set max_positions=4096 (before and since)",
+    ),
+)  # fmt: skip
+"""Defaults in which the releases differ: pattern of the classes, field, setting, what the releases have, and a hint."""
 LLAMA = rf"({NEMO}llama|{BRIDGE}llama\.\w+)\."
 SCALING = {rf"{LLAMA}Llama31\w+": 8.0, rf"{LLAMA}Llama32\w+": 32.0}
 """The factor by which a class scales its rotary embedding, by pattern."""
@@ -46,8 +60,8 @@ def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for defaults in known for name, value in defaults.items()}, **fields}
 
 
-def require_router(fields: Mapping[str, Any], settings: Collection[str], where: str) -> None:
-    """Refuse a file without the order of softmax and top-k, for a class of which the releases differ in it.
+def require_decided(fields: Mapping[str, Any], settings: Collection[str], where: str) -> None:
+    """Refuse a file without a field in whose default the releases of its class differ.
 
     Args:
         fields: those in the file, without defaults.
@@ -55,16 +69,13 @@ def require_router(fields: Mapping[str, Any], settings: Collection[str], where: 
         where: what to call the file in an error.
 
     Raises:
-        RefusedError: it is such a file, and such a class.
+        RefusedError: it is such a file.
     """
     kind = str(fields.get(TARGET))
-    if PRE_SOFTMAX in fields or "router_normalized" in settings or not re.fullmatch(MIXTRAL, kind):
-        return
-    raise RefusedError(
-        f"{where}: no {PRE_SOFTMAX}, which the class {short(kind.rpartition('.')[2])} has True in NeMo 2.0.0 to 2.3.2 "
-        "and False since 2.4.0",
-        "--set router_normalized=true (since 2.4.0) or --set router_normalized=false (before)",
-    )
+    for pattern, name, setting, values, hint in IN_DOUBT:
+        if name not in fields and setting not in settings and re.fullmatch(pattern, kind):
+            own = short(kind.rpartition(".")[2])
+            raise RefusedError(f"{where}: no {name}, which the class {own} has {values}", hint)
 
 
 def of_scaling(fields: Mapping[str, Any]) -> Collection[str]:

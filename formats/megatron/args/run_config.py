@@ -41,8 +41,8 @@ MOST_YAML = 1 << 20
 PLAIN = re.compile(
     r"megatron\.bridge\.models\.(gpt_provider\.GPTModelProvider|mla_provider\.MLAModelProvider|(llama|qwen|mistral)\.\w+\."
     r"(Llama(?!4|3[3-9])|Qwen2(?!\w*VL)|Qwen25(?!\w*VL)|Qwen3(?!\w*(VL|Next))|Mistral)\w*Provider\w*)"
-    r"|nemo\.collections\.llm\.gpt\.model\.(base\.GPTConfig|llama\.Llama(?!4|3[3-9])|mistral\.Mistral|mixtral\.Mixtral|"
-    r"qwen2\.Qwen2|qwen3\.Qwen3)\w*"
+    r"|nemo\.collections\.llm\.gpt\.model\.(base\.GPTConfig|llama\.(Code)?Llama(?!4|3[3-9])|mistral\.Mistral|"
+    r"mixtral\.Mixtral|qwen2\.Qwen2|qwen3\.Qwen3)\w*"
 )
 """Classes, with their modules, whose fields alone determine the model."""
 RENAMED = {
@@ -55,13 +55,14 @@ RENAMED = {
 }
 """The argument of Megatron-LM with the same meaning, by field."""
 OWN = {
-    "_cpu_offloading_context", TARGET, "activation_func", "data_step_fn", "first_pipeline_num_layers",
-    "forward_step_fn", "gated_linear_unit", "generation_config", "hf_model_id", "hf_model_revision",
-    "last_pipeline_num_layers",
+    "_cpu_offloading_context", TARGET, "activation_func", "bias_dropout_add_fusion", "data_step_fn",
+    "first_pipeline_num_layers", "forward_step_fn", "gated_linear_unit", "generation_config", "hf_model_id",
+    "hf_model_revision", "last_pipeline_num_layers",
     "mtp_enabled", "parallel_output", "scatter_embedding_sequence_parallel", "share_embeddings_and_output_weights",
     "should_pad_vocab", LAYERS, "use_arbitrary_attention_mask", "use_transformer_engine_full_layer_spec",
 }  # fmt: skip
-"""Fields that have no argument: they choose kernels, or are read in this file."""
+"""Fields that have no argument: they choose kernels, are read in this file, or are read by nothing, such as
+`bias_dropout_add_fusion` of NeMo's GPTConfig126M (base.py), which megatron-core calls `bias_dropout_fusion`."""
 WRITTEN = """
     add_bias_linear add_qkv_bias attention_dropout bf16 ffn_hidden_size fp16 hidden_dropout hidden_size kv_channels
     layernorm_epsilon layernorm_zero_centered_gamma make_vocab_size_divisible_by moe_ffn_hidden_size moe_grouped_gemm
@@ -279,7 +280,7 @@ def _as_args(fields: Mapping[str, Any], settings: Collection[str], path: Path) -
             f"{path}: the class {short(kind)} is not known to compute what its fields say{why and f': {why}'}",
             "export it with the program that wrote it: AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
         )
-    class_defaults.require_router(fields, settings, str(path))
+    class_defaults.require_decided(fields, settings, str(path))
     args = _provider_args(class_defaults.with_defaults(fields), path)
     return args | class_defaults.llama3(fields, settings, str(path))
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from converters.assets.custom_code import missing_code, own_models
+from converters.assets.replaceable import is_of_training
 from converters.assets.token_files import WRITTEN
 from converters.assets.trusted import (  # fmt: skip
     TOO_LARGE,
     UNKNOWN,
-    is_read_with_model,
     refusal_reason,
     require_inside,
     require_there,
@@ -122,15 +122,20 @@ def quantization_notes(source: Checkpoint) -> Iterator[str]:
         yield f"{some(keys, 4)} in the config.json of {source.assets} stays, and no weight is quantized"
 
 
-def not_carried(folder: Path) -> dict[str, list[str]]:
-    """What is beside the assets of a folder and might be taken for one, by the reason why it is not carried."""
+def not_carried(folder: Path, weights: Collection[Path]) -> dict[str, list[str]]:
+    """What is beside the assets of a folder and might be taken for one, by the reason why it is not carried.
+
+    Args:
+        folder: the folder of the assets.
+        weights: the files of weights that are read, whose subfolders are not named.
+    """
     by_reason: dict[str, list[str]] = {}
     for place in (folder, *(folder / name for name in FOLDERS if (folder / name).is_dir())):
         for path in sorted(place.iterdir()):
             name, reason = path.relative_to(folder).as_posix(), refusal_reason(path)
             if path.is_dir():
-                asset = name in (*FOLDERS, ASSETS) or not any(is_read_with_model(file.name) for file in path.glob("*"))
-                name, reason = f"{name}/", reason or ("" if asset else SUBFOLDERS)
+                known = name in (*FOLDERS, ASSETS) or any(file.is_relative_to(path) for file in weights)
+                name, reason = f"{name}/", reason or ("" if known or is_of_training(path) else SUBFOLDERS)
             elif not path.is_file():
                 reason = reason or UNKNOWN
             elif reason == TOO_LARGE:

@@ -11,10 +11,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from converters.assets.trusted import TRAVELS
+from converters.assets.trusted import OTHER_WEIGHTS, TRAVELS, stays
 from formats.errors import some
 from formats.registry import others_inside
 
+LOGS = "logs of a training"
 AS_THEY_TRAVEL = ("weights, and what goes with them", "settings", "tokenizers", "chat templates")
 NAMES = {
     **{what: TRAVELS[what] for what in AS_THEY_TRAVEL},
@@ -28,19 +29,32 @@ NAMES = {
     r"\.(bin|pkl)|(trainer_state|(checkpoint_)?metadata|adapter|(evaluation|eval|train|test|all|benchmark)_results)\.json"
     r"|latest(_universal)?|(latest(_checkpointed_iteration)?|progress|megatron_flags|sharded_checkpoint)\.txt"
     r"|\.(progress|files|start|lock)|[\w.+=-]+\.ya?ml",
-    "logs of a training": r"events\.out\.tfevents\..+|.+\.log|(slurm-[\w%-]+|nohup)\.(out|err)"
+    LOGS: r"events\.out\.tfevents\..+|.+\.log|(slurm-[\w%-]+|nohup)\.(out|err)"
     r"|(log|metrics)\.(jsonl|json|csv|txt)|plot\.png",
 }
 """Kind of files: a regular expression of the whole file name, in any case."""
 FOLDERS = re.compile(r"wandb|mlruns|\.cache|__pycache__|\.locks?|custom_generate")
 """Folders of programs that copy code and settings of a training, and of a model's own `generate`: with any contents but
 another checkpoint."""
+_LOG = re.compile(NAMES[LOGS], re.ASCII | re.IGNORECASE)
 _KNOWN = re.compile("|".join(f"(?:{names})" for names in NAMES.values()), re.ASCII | re.IGNORECASE | re.DOTALL)
 
 
 def is_known_name(name: str) -> bool:
     """Whether a checkpoint or a training leaves files of this name."""
     return _KNOWN.fullmatch(name) is not None
+
+
+def is_of_training(folder: Path) -> bool:
+    """Whether all files in a folder, at any depth, are states, logs and caches of a training, or hidden."""
+    if FOLDERS.fullmatch(folder.name):
+        return True
+    try:
+        paths = list(folder.iterdir())
+    except OSError:  # whose contents nobody may read
+        return False
+    left = (path for path in paths if stays(path.name) in ("", OTHER_WEIGHTS) and not _LOG.fullmatch(path.name))
+    return all(path.is_dir() and not path.is_symlink() and is_of_training(path) for path in left)
 
 
 def foreign(folder: Path) -> list[str]:

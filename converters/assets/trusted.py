@@ -13,6 +13,7 @@ from shlex import quote
 
 from formats.errors import SourceError
 
+OTHER_WEIGHTS = "weights in another format"
 STAYS = {
     "hidden": (".*",),
     "unfinished": ("*.partial", "*.incomplete"),
@@ -22,7 +23,7 @@ STAYS = {
         "latest", "zero_to_fp32.py", "sharded_checkpoint.txt",
     ),
     "a cache": ("__pycache__",),
-    "weights in another format": (
+    OTHER_WEIGHTS: (
         "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.npz", "*.onnx",
         "*.onnx_data", "*.ot", "*.tflite", "*.nemo",
     ),
@@ -55,11 +56,16 @@ _READ = re.compile("|".join(f"(?:{TRAVELS[what]})" for what in WITH_A_MODEL), _F
 _OF_TOKENIZER = re.compile("|".join(f"(?:{TRAVELS[what]})" for what in ("tokenizers", "chat templates")), _FLAGS)
 
 
+def stays(name: str) -> str:
+    """The reason why no file or folder of this name is carried or published; empty where there is none."""
+    found = (why for why, patterns in STAYS.items() if any(fnmatchcase(name.lower(), each) for each in patterns))
+    return next(found, "")
+
+
 def refusal_reason(path: Path) -> str:
     """The reason why a file or folder is neither carried with a model nor published; empty when it is."""
-    for why, patterns in STAYS.items():
-        if any(fnmatchcase(path.name.lower(), pattern) for pattern in patterns):
-            return why
+    if why := stays(path.name):
+        return why
     if not path.is_file():
         return ""
     if path.suffix != ".safetensors" and path.stat().st_size > LARGEST:

@@ -100,7 +100,7 @@ def _notes(source: Checkpoint) -> list[str]:
         notes += assets.quantization_notes(source)
         notes += [
             f"{some(names, 4)} in {source.assets} are not carried: {reason}"
-            for reason, names in assets.not_carried(source.assets).items()
+            for reason, names in assets.not_carried(source.assets, source.files).items()
         ]
     if source.spec.vocab is None:
         notes.append("its true vocabulary is unknown; --vocab-size N or --config BASE supplies it")

@@ -88,7 +88,8 @@ def _factors(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
     """The factor of the elements of each block, given as [rows, blocks, columns].
 
     Computed as torch divides a number by a tensor: the rounded reciprocal times the number. It is 1 where that is
-    infinite: such a block is zeros in FP8.
+    infinite: such a block is zeros in FP8. transformers writes 448 with the scale 0 then, which is zeros too, and NaN
+    for each zero of the block.
     """
     largest = np.abs(blocks).max(axis=(0, 2))
     one = np.float32(1)

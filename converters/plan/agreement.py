@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -64,7 +64,8 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
         config: the config.json of the output.
 
     Returns:
-        A note for the summary on what the tensors were compared with; none for a model with a table.
+        Notes for the summary on what the tensors were compared with, and on names of --allow-missing that no difference
+        has; none for a model with a table.
 
     Raises:
         SourceError: a tensor is missing, has another shape, or is no tensor of the model.
@@ -83,20 +84,20 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
         answer = ask_transformers(described, spec.shapes)
     if "why" not in answer:
         _require_tie(source, spec, answer)
-        _refuse(source, _of_transformers(answer, parsed, known_only=not source.settings.verbatim))
-        return [f"{CHECKED} transformers"]
+        findings = _of_transformers(answer, parsed, known_only=not source.settings.verbatim)
+        return [f"{CHECKED} transformers", *_judged(source, findings)]
     differing = _against_base(source, source.spec)
     if differing is not None:
-        _refuse(source, [*differing, *contradictions(parsed, spec)])
-        return [f"{CHECKED} base ({answer['why']})"]
-    _refuse(source, [*contradictions(parsed, spec), *losses(parsed, spec)])
+        idle = _judged(source, [*differing, *contradictions(parsed, spec)])
+        return [f"{CHECKED} base ({answer['why']})", *idle]
+    idle = _judged(source, [*contradictions(parsed, spec), *losses(parsed, spec)])
     if source.unbounded and not _is_bounded(source.spec):
         raise SourceError(
             f"{source.root}: {UNBOUNDED}: {answer['why']}", "name the base model with its weights: --config BASE"
         )
     _, written = read_manifest(source.home) or ({}, {})
     if written.keys() == source.spec.shapes.keys():
-        return [f"{CHECKED} manifest ({answer['why']})"]
+        return [f"{CHECKED} manifest ({answer['why']})", *idle]
     if not source.settings.verbatim:
         untabled = spec.why if quantized else f"no table describes {spec.family}"
         judged = not _brings_config(source)  # what has a config of its own is not compared with a base
@@ -105,7 +106,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
             + ", and no base with weights is named" * judged,
             INSTALL * (not quantized) + BASE * judged + AS_THEY_ARE,
         )
-    return [f"{CHECKED} config only ({answer['why']}): {UNPROVEN}"]
+    return [f"{CHECKED} config only ({answer['why']}): {UNPROVEN}", *idle]
 
 
 def _require_tie(source: Checkpoint, spec: Verbatim, answer: Mapping[str, Any]) -> None:
@@ -158,8 +159,8 @@ def _answer_of_program(request: str) -> str:
     return "{" + last[2] if ran.returncode == 0 and last[1] else json.dumps({"why": "transformers gave no answer"})
 
 
-def _refuse(source: Checkpoint, findings: Iterable[Finding]) -> None:
-    """Refuse findings that --allow-missing does not name.
+def _judged(source: Checkpoint, findings: Sequence[Finding]) -> list[str]:
+    """Refuse findings that --allow-missing does not name. Returns a note on each of its names that no finding has.
 
     Raises:
         SourceError: there is such a finding.
@@ -174,6 +175,8 @@ def _refuse(source: Checkpoint, findings: Iterable[Finding]) -> None:
             f"{source.root} and its config are not one whole model: {texts}",
             HINT.format(unaccepted[0].name) if unaccepted[0].name else OTHER,
         )
+    idle = [pattern for pattern in allowed if not any(fnmatchcase(finding.name, pattern) for finding in findings)]
+    return [f"--allow-missing {pattern}: no such tensor is missing, left over or of another shape" for pattern in idle]
 
 
 def _brings_config(source: Checkpoint) -> bool:

@@ -14,7 +14,7 @@ from formats.format import Format
 from formats.huggingface import mtp
 from formats.layout.table import MTP
 from formats.model import accepted
-from formats.model.spec import idle_setting
+from formats.model.spec import ModelSpec, idle_setting
 from formats.registry import KNOWN_TO, downloaded, format_of, open_checkpoint
 
 if TYPE_CHECKING:
@@ -149,6 +149,12 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
             flag = FLAGS.get(name, name).replace("_", "-")
             kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
             raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
+    if settings.allow_missing and all(isinstance(source.spec, ModelSpec) for source in sources):
+        raise UsageError(
+            f"--allow-missing has no effect on {sources[0].root}: a table says which tensors a "
+            f"{sources[0].spec.family} has",
+            "leave it out",
+        )
     for name in settings.values:
         idle = [idle_setting(source.spec, name, settings.values) for source in sources]
         if why := all(idle) and idle[0]:
@@ -189,8 +195,6 @@ def require_family(family: Family | None, *sources: Checkpoint) -> None:
     Raises:
         UsageError: no checkpoint is of the family.
     """
-    from formats.model.spec import ModelSpec
-
     specs = [source.spec for source in sources]
     if family is None or any(isinstance(spec, ModelSpec) and spec.family == family.name for spec in specs):
         return

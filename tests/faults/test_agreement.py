@@ -415,6 +415,19 @@ def test_what_is_allowed_to_be_missing(plain, convert, tmp_path, name):
     assert weights(tmp_path / "out").keys() == without(state, "norm_f", "lm_head").keys()  # which is the embedding
 
 
+def test_a_name_that_allows_nothing_is_told(plain, model, convert, tmp_path):
+    """And refused where a table knows the model, which is never compared."""
+    base, state = plain("mamba")
+    folder, base = save(tmp_path / "c", {"model": without(state, "norm_f")}), config_of(base, tmp_path / "base")
+    argv = ("fsdp2hf", folder, tmp_path / "out", "--config", base)
+    ran = convert(*argv, "--allow-missing", "*.norm_f.*", "--allow-missing", "x*")
+    assert ran.code == 0, ran.err
+    assert "note: --allow-missing x*: no such tensor is missing, left over or of another shape" in ran.err
+    assert "--allow-missing *.norm_f" not in ran.err
+    ran = convert("hf2hf", model("llama"), tmp_path / "no", "--allow-missing", "x*")
+    refused(ran, 2, "--allow-missing has no effect on", "a table says which tensors a llama has", "leave it out")
+
+
 def test_what_is_left_over(plain, convert, tmp_path):
     import torch
 

@@ -121,7 +121,7 @@ CASES = {
         "lora.targets": ["q_proj", "o_proj"], "batch.micro": 2, "steps.epochs": 1, "optim.lr": 2e-5,
         "schedule.style": "cosine", "schedule.warmup": 100, "batch.accumulation": 8, "model.compile": False,
         "model.activation_checkpointing": True, "model.dtype": "bf16", "log.trackers": ["wandb"],
-        "optim.weight_decay": 0.01, "optim.betas": [0.9, 0.999], "data.loss": "assistant", "optim.clip": 0,
+        "optim.weight_decay": 0.01, "optim.betas": [0.9, 0.999], "data.loss": "all", "optim.clip": 0,
     }, ["dataset._component_"]),
 }  # fmt: skip
 
@@ -201,6 +201,7 @@ def test_rates_are_those_of_the_trainer_but_for_the_first_step(tmp_path, style):
     ("name", "text", "message"),
     [
         ("axolotl", "warmup_steps: 5\nwarmup_ratio: 0.1\n", "warmup_steps and warmup_ratio both mean schedule.warmup"),
+        ("llama-factory", "mask_history: true\ntrain_on_prompt: true\n", "both mean data.loss: last_turn and all"),
         ("trl", "- a\n", "is not a mapping"),
         ("trl", "a: [\n", "is not YAML"),
     ],
@@ -266,6 +267,76 @@ def test_lora_of_torchtune_has_its_defaults(tmp_path):
     assert "no model.lora_alpha (torchtune: 16) -> lora.alpha: 16" in lines
     settings, _ = _of(tmp_path, "torchtune", "model: {_component_: llama3_1_8b}")
     assert not any(name.startswith("lora") for name in settings)
+
+
+@pytest.mark.parametrize(
+    ("builder", "loss"),
+    [
+        ("alpaca_dataset", "all"),
+        ("alpaca_cleaned_dataset", "all"),
+        ("text_completion_dataset", "all"),
+        ("cnn_dailymail_articles_dataset", "all"),
+        ("wikitext_dataset", "all"),
+        ("instruct_dataset", "assistant"),
+        ("chat_dataset", "assistant"),
+        ("grammar_dataset", "assistant"),
+        ("samsum_dataset", "assistant"),
+        ("slimorca_dataset", "assistant"),
+        ("multimodal.the_cauldron_dataset", "assistant"),
+        ("preference_dataset", None),
+        ("other_dataset", None),
+        (None, None),
+    ],
+)
+def test_the_loss_of_torchtune_without_a_key_is_that_of_the_builder(tmp_path, builder, loss):
+    text = f"dataset: {{_component_: torchtune.datasets.{builder}}}\n" if builder else "dataset: [{_component_: d}]\n"
+    settings, lines = _of(tmp_path, "torchtune", text)
+    assert settings.get("data.loss") == loss
+    assert ("no dataset.train_on_input (torchtune: " in lines) == (loss is not None)
+    unknown = f"the labels that {builder or 'dataset'} trains are not known; data.loss: assistant by default"
+    assert (f"not translated: {unknown}" in lines) == (builder in ("other_dataset", None))
+    assert ("preferences are not trained here" in lines) == (builder == "preference_dataset")
+    if builder:
+        for flag, given in (("true", "all"), ("false", "assistant")):
+            settings, lines = _of(tmp_path, "torchtune", text.replace("}", f", train_on_input: {flag}}}"))
+            assert settings["data.loss"] == given
+            assert "are not known" not in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "loss", "idle"),
+    [
+        ("llama-factory", "mask_history: true\ntrain_on_prompt: false\n", "last_turn", "train_on_prompt"),
+        ("llama-factory", "mask_history: false\ntrain_on_prompt: true\n", "all", "mask_history"),
+        ("llama-factory", "stage: pt\ntrain_on_prompt: false\n", "all", "train_on_prompt"),
+        ("llama-factory", "mask_history: false\ntrain_on_prompt: false\n", "assistant", None),
+        ("llama-factory", "mask_history: false\n", "assistant", None),
+        ("llama-factory", "seed: 1\n", "assistant", None),
+        ("trl", "assistant_only_loss: false\ncompletion_only_loss: true\n", "assistant", "assistant_only_loss"),
+        ("trl", "assistant_only_loss: true\ncompletion_only_loss: false\n", "assistant", "completion_only_loss"),
+        ("trl", "assistant_only_loss: true\ncompletion_only_loss: true\n", "assistant", None),
+        ("trl", "assistant_only_loss: false\ncompletion_only_loss: false\n", "all", None),
+        ("trl", "assistant_only_loss: false\n", "all", None),
+    ],
+)
+def test_a_flag_at_its_default_does_not_contradict_another(tmp_path, name, text, loss, idle):
+    settings, lines = _of(tmp_path, name, text)
+    assert settings["data.loss"] == loss
+    assert (f"no effect there: {idle}: false beside " in lines) == (idle is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open"),
+    [
+        ("assistant_only_loss: false\n", True),
+        ("completion_only_loss: null\n", True),
+        ("assistant_only_loss: true\n", False),
+        ("completion_only_loss: false\n", False),
+    ],
+)
+def test_what_trl_trains_by_default_depends_on_the_records(tmp_path, text, is_open):
+    line = "not translated: completion_only_loss: null by default: of records with prompt and completion only"
+    assert (line in _of(tmp_path, "trl", text)[1]) == is_open
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from converters.assets.files import not_carried
 from converters.assets.left_behind import left_behind
 from formats.checkpoint import Checkpoint, Settings
 from formats.model.spec import Verbatim
@@ -359,3 +360,37 @@ def test_what_is_too_large_or_in_a_subfolder_is_named(model, convert, tmp_path):
     ]
     assert (tmp_path / "out/tokenizer.json").stat().st_size == 64 << 20
     assert not (tmp_path / "out/vocab.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_named"),
+    [
+        ("sub/LICENSE", True),
+        ("sub/x.txt", True),
+        ("a/b/tokenizer.json", True),
+        ("a/.hidden/b/model.safetensors", False),
+        ("onnx/model.onnx", True),
+        ("figures/a.png", True),
+        ("checkpoints/checkpoint-5/config.json", False),
+        ("logs/one/run.log", False),
+        ("wandb/latest-run/files/requirements.txt", False),
+        ("code/__pycache__/a.pyc", False),
+        (".cache/huggingface/config.json", False),
+        ("pytorch_model_fsdp_0/__0_0.distcp", False),
+        ("model/model_weight.safetensors", False),
+    ],
+)
+def test_each_subfolder_with_more_than_a_training_leaves_is_named(tmp_path, name, is_named):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir(exist_ok=True)
+    said = not_carried(tmp_path, [tmp_path / "model/model_weight.safetensors"])
+    assert list(said.values()) == ([[f"{name.split('/')[0]}/"]] if is_named else [])
+
+
+def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/loop").symlink_to(tmp_path)
+    assert list(not_carried(tmp_path, ()).values()) == [["sub/"]]

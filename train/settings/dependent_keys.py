@@ -12,6 +12,17 @@ Found = tuple[list[str], str] | None
 Rule = Callable[[Given], Found]
 """Function of the keys of a file."""
 QUANTIZE = "lora.quantize: nf4 quantizes the frozen weights"
+PREFERENCES = "preferences are not trained here"
+LOSSES = {
+    "all": ("alpaca_dataset", "alpaca_cleaned_dataset", "text_completion_dataset", "cnn_dailymail_articles_dataset",
+            "wikitext_dataset"),
+    "assistant": ("chat_dataset", "instruct_dataset", "grammar_dataset", "samsum_dataset", "slimorca_dataset",
+                  "multimodal.llava_instruct_dataset", "multimodal.multimodal_chat_dataset",
+                  "multimodal.the_cauldron_dataset", "multimodal.vqa_dataset"),
+}  # fmt: skip
+"""Builders of torchtune's datasets by the labels that they train where train_on_input is not given (0.6.1)."""
+PREFERRED = ("hh_rlhf_helpful_dataset", "preference_dataset", "stack_exchange_paired_dataset")
+"""Builders of torchtune's datasets for preferences."""
 
 
 def constant(given: Given) -> Found:
@@ -57,3 +68,44 @@ def quantized(given: Given) -> Found:
     if not builder.rpartition(".")[2].startswith("qlora_"):
         return None
     return [], f"not translated: the quantization of model._component_: {builder}: {QUANTIZE}"
+
+
+def off(*names: str) -> Rule:
+    """The rule for flags that are false, as by default, where another is true, or in stage pt of LLaMA-Factory."""
+
+    def rule(given: Given) -> Found:
+        keys = [name for name in names if given.get(name) is False]
+        on = [f"{name}: true" for name in names if given.get(name) is True]
+        on += ["stage: pt"] if given.get("stage") == "pt" else []
+        return (keys, f"no effect there: {', '.join(keys)}: false beside {on[0]}") if keys and on else None
+
+    return rule
+
+
+def completions(given: Given) -> Found:
+    """What TRL trains of records with a prompt and a completion where neither flag says it."""
+    if given.get("assistant_only_loss") is True or "completion_only_loss" in given:
+        return None
+    why = "of records with prompt and completion only the completion is trained there: data.loss: assistant"
+    return [], f"not translated: completion_only_loss: null by default: {why}"
+
+
+def loss_of_builder(given: Given) -> dict[str, Any]:
+    """The labels that a builder of torchtune's datasets trains by default; empty for one that is not known."""
+    losses = [loss for loss, known in LOSSES.items() if _builder(given) in known]
+    return {"data.loss": losses[0]} if losses else {}
+
+
+def builders(given: Given) -> Found:
+    """The builders of torchtune's datasets for preferences, and those whose default is not known."""
+    if _builder(given) in PREFERRED:
+        return ["dataset._component_"], f"not translated: dataset._component_: {_builder(given)}: {PREFERENCES}"
+    if "dataset.train_on_input" in given or loss_of_builder(given):
+        return None
+    why = "are not known; data.loss: assistant by default"
+    return [], f"not translated: the labels that {_builder(given)} trains {why}"
+
+
+def _builder(given: Given) -> str:
+    """The name of the builder of torchtune's dataset; `dataset` where there is none, or several."""
+    return str(given.get("dataset._component_", "dataset")).removeprefix("torchtune.datasets.")

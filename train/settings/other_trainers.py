@@ -12,7 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from train.settings.dependent_keys import QUANTIZE, Rule, constant, mixed, quantized, strategy, unpacked
+from train.settings.dependent_keys import (  # fmt: skip
+    PREFERENCES,
+    QUANTIZE,
+    Given,
+    Rule,
+    builders,
+    completions,
+    constant,
+    loss_of_builder,
+    mixed,
+    off,
+    quantized,
+    strategy,
+    unpacked,
+)
 
 Settings = dict[str, Any]
 """Values of our settings, by dotted names."""
@@ -27,7 +41,8 @@ class Trainer(NamedTuple):
         name: name of the trainer.
         keys: our setting with the same meaning, by key.
         values: function that translates the value, by key.
-        defaults: defaults of the trainer: keys, the value that applies if none of them is given, and our settings.
+        defaults: defaults of the trainer: keys, the value that applies if none of them is given, and our settings, or a
+            function of the keys of a file that returns them.
         idle: keys, or prefixes of keys, that have no effect here.
         left: why a key is not translated, by key.
         rules: rules for keys that depend on others, or whose absence is to be named.
@@ -37,7 +52,7 @@ class Trainer(NamedTuple):
     name: str
     keys: Mapping[str, str]
     values: Mapping[str, Value]
-    defaults: tuple[tuple[tuple[str, ...], Any, Settings | Callable[[Settings], Settings]], ...]
+    defaults: tuple[tuple[tuple[str, ...], Any, Settings | Callable[[Given], Settings]], ...]
     idle: tuple[str, ...]
     left: Mapping[str, str]
     rules: tuple[Rule, ...]
@@ -227,7 +242,7 @@ AXOLOTL = Trainer(
         "test_datasets": "data.validation names token files: train tokenize",
         "load_in_8bit": "weights are quantized to 4 bits only: lora.quantize nf4",
         "saves_per_epoch": "save.every counts steps: train plan prints how many an epoch has",
-        "rl": "preferences are not trained here",
+        "rl": PREFERENCES,
         "lora_modules_to_save": "only adapters are trained with LoRA",
     },
     (constant, unpacked("sample_packing")),
@@ -285,7 +300,7 @@ TRL = Trainer(
         "lora_modules_to_save": "only adapters are trained with LoRA",
         "max_length": "null is no limit there; here a row has data.seq_length tokens",
     },
-    (constant, strategy, unpacked("packing"), mixed),
+    (constant, strategy, unpacked("packing"), mixed, off("assistant_only_loss", "completion_only_loss"), completions),
     ("max_length",),
 )  # fmt: skip
 LLAMA_FACTORY = Trainer(
@@ -309,7 +324,7 @@ LLAMA_FACTORY = Trainer(
         "use_dora": _if({"lora.dora": True}, {}),
         "use_rslora": _if({"lora.rslora": True}, {}),
         "train_on_prompt": _if({"data.loss": "all"}, {"data.loss": "assistant"}),
-        "mask_history": _if({"data.loss": "last_turn"}),
+        "mask_history": _if({"data.loss": "last_turn"}, {"data.loss": "assistant"}),
         "flash_attn": ATTENTION,
         "enable_liger_kernel": _if({"model.kernels": "liger"}),
         "pure_bf16": _if({}, {}),
@@ -324,10 +339,11 @@ LLAMA_FACTORY = Trainer(
         (("bf16", "pure_bf16"), False, {"model.dtype": "fp32"}),
         (("finetuning_type",), "lora", {"lora": True}),
         (("lora_rank",), 8, {"lora.rank": 8}),
-        (("lora_alpha",), "twice lora_rank", lambda settings: {"lora.alpha": 2 * settings.get("lora.rank", 8)}),
+        (("lora_alpha",), "twice lora_rank", lambda given: {"lora.alpha": 2 * given.get("lora_rank", 8)}),
         (("adam_beta1", "adam_beta2"), [0.9, 0.999], ADAM),
         (("save_steps", "save_strategy"), 500, {"save.every": 500}),
         (("seed",), 42, {"seed": 42}),
+        (("train_on_prompt", "mask_history"), False, {"data.loss": "assistant"}),
     ),
     (*IDLE, "template", "plot_loss", "val_size", "packing", "neat_packing", "overwrite_cache",
      "include_", "preprocessing_", "disable_gradient_checkpointing", "use_fast_tokenizer", "tokenized_path"),
@@ -343,7 +359,7 @@ LLAMA_FACTORY = Trainer(
         "additional_target": "only adapters are trained with LoRA",
         "freeze_trainable_layers": "model.freeze names what is not trained",
     },
-    (constant, unpacked("packing", "neat_packing")),
+    (constant, unpacked("packing", "neat_packing"), off("train_on_prompt", "mask_history")),
 )  # fmt: skip
 TORCHTUNE = Trainer(
     "torchtune",
@@ -387,7 +403,7 @@ TORCHTUNE = Trainer(
         (("clip_grad_norm",), "none", {"optim.clip": 0}),
         (("model.lora_rank",), 8, {"lora.rank": 8}),
         (("model.lora_alpha",), 16, {"lora.alpha": 16}),
-        (("dataset.train_on_input",), False, {"data.loss": "assistant"}),
+        (("dataset.train_on_input",), "as the builder of the dataset has it", loss_of_builder),
         (("gradient_accumulation_steps",), 1, {"batch.accumulation": 1}),
         (("enable_activation_checkpointing",), False, {"model.activation_checkpointing": False}),
     ),
@@ -402,7 +418,7 @@ TORCHTUNE = Trainer(
         "model.quantize_base": QUANTIZE,
         "model.apply_lora_to_output": "lora.targets names the layers with adapters",
     },
-    (unpacked("dataset.packed"), quantized),
+    (unpacked("dataset.packed"), quantized, builders),
 )  # fmt: skip
 TRAINERS: Mapping[str, Trainer] = {
     "axolotl": AXOLOTL, "trl": TRL, "llama-factory": LLAMA_FACTORY, "torchtune": TORCHTUNE

@@ -49,7 +49,7 @@ def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
     done = list[str]()
     for keys, theirs, ours_there in trainer.defaults:
         if given.keys().isdisjoint(keys):
-            ours_by_name = ours_there(settings) if callable(ours_there) else ours_there
+            ours_by_name = ours_there(given) if callable(ours_there) else ours_there
             fresh = {
                 name: ours for name, ours in ours_by_name.items() if name not in settings and _holds(name, settings)
             }

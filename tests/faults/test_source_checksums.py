@@ -309,7 +309,7 @@ def test_what_the_checksums_do_not_say_of_an_optimizer(model, tmp_path):
     said = "each file by itself; nothing ties .distcp files to each other"
     for target, options in {"deepspeed": {}, "fsdp": {"with_optimizer": True}}.items():
         written = vitruvian.convert(tmp_path / "c", tmp_path / target, to=target, config=source, **options)
-        assert (written.mixed, written.source_checksums.checked) == (said, "verified")
+        assert (written.mixed, written.source_checksums.word) == (said, "verified")
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------

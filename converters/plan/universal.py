@@ -140,12 +140,12 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     if source.assets:
         target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
         copies |= {name: path for name, path in assets.carried_assets(source).items() if name != "config.json"}
-    files = tuple(dict.fromkeys(path for each in (source, *opened.values()) for path in each.files))
+    files = tuple(dict.fromkeys(path for each in opened.values() for path in (*each.files, *files_of(each.tensors))))
     described = "; ".join(f"{_settings_text(group)} ({len(members)} parameters)" for group, members in groups.items())
     order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {described}"
     target = replace(target, copies=copies)
     unsaid = [] if optimizer.groups else [f"{UNSAID}: DeepSpeed trains on with those of the training that loads it"]
-    notes = (order, *unsaid, UNTAKEN, *_not_restored(buffers), *_not_in_stage_3(opened))
+    notes = (*optimizer.notes, order, *unsaid, UNTAKEN, *_not_restored(buffers), *_not_in_stage_3(opened))
     read = replace(source, files=files, dropped=())
     return Plan(read, source.spec, jobs, target, notes, read_back, remembered=True)
 

@@ -22,6 +22,9 @@ def require_one_checkpoint(source: Checkpoint, limits: Limits) -> None:
         UnsupportedError: the optimizer is of a kind that is not read.
     """
     training, masters = format_of(source).training, dict[str, Checkpoint]()
+    for folder in format_of(source).parts(source.root):
+        if folder != source.home and dcp.is_dcp(folder):  # an optimizer's own: all of its pieces are located
+            list(dcp.load(dcp.entries(folder)))
     listed = (source.home / dcp.METADATA).is_file()  # it lists all pieces of an optimizer, and their files
     if training is not None and not listed and training.is_trained(source):  # also where the vocabulary is unknown
         masters = {state: of for state, of in training.states(as_trained(source))[0].items() if state == "fp32"}

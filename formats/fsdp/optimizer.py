@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, some
 from formats.fsdp import checkpoint as fsdp
-from formats.fsdp import native, nearby_config, numbered, olmo_core
+from formats.fsdp import native, nearby_config, numbered, olmo_core, trainer_step
 from formats.fsdp.contents import lister
 from formats.layout.pieces import Scattered, place_pieces
 from formats.layout.placed import Placed, match
@@ -192,7 +192,8 @@ def read(source: Checkpoint) -> Optimizer:
     """The optimizer of an opened FSDP checkpoint.
 
     Raises:
-        SourceError: there is no optimizer, or it is damaged or incomplete.
+        SourceError: there is no optimizer, it is damaged or incomplete, or it has made other steps than the trainer
+            counts (`trainer_step`).
         UnsupportedError: the optimizer is not Adam, Lion or Muon, is saved in an unknown way, or is of a model of
             images under a trainer's own names.
     """
@@ -254,7 +255,11 @@ def read(source: Checkpoint) -> Optimizer:
     states = {state: states[state] for state in CARRIED if state in states}
     counted = [key for kind, items in by_kind.items() if kind is not Muon for key in items]
     step = _step(optimizer, counted, needed=Group in by_kind)
-    return Optimizer(states, step, groups, notes=tuple(_notes(settings.values())))
+    notes = tuple(_notes(settings.values()))
+    if step is not None:
+        saved = _values(optimizer.listing, trainer_step.SAVED).get(trainer_step.SAVED)
+        notes += trainer_step.require_same(source, optimizer.listing.where, step, saved)
+    return Optimizer(states, step, groups, notes=notes)
 
 
 states = states_by(read)
@@ -351,14 +356,18 @@ def _implied_settings(source: Checkpoint) -> Mapping[str, Any]:
     return {"amsgrad": False} if own and olmo_core.makes_steps_of_adamw(own) else {}
 
 
+def _values(listing: Listing, prefix: str) -> dict[str, Any]:
+    """The values under a name, and under those that go on from it with a dot; small tensors are read as `Small`."""
+    numbers = [number for number, name in enumerate(listing.names) if f"{name}.".startswith(f"{prefix}.")]
+    tensors = zip(numbers, map(small_of, listing.load(numbers)), strict=True)
+    return {**listing.objects(prefix), **{listing.names[number]: value for number, value in tensors}}
+
+
 def _settings(optimizer: OptimizerEntries) -> dict[str, dict[str, Any]]:
     """The settings of each parameter group, by its number or the key of its only parameter."""
-    listing, prefix = optimizer.listing, optimizer.container + fsdp.GROUPS
-    numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]
-    tensors = zip(numbers, map(small_of, listing.load(numbers)), strict=True)
-    values = {**listing.objects(prefix), **{listing.names[number]: value for number, value in tensors}}
+    prefix = optimizer.container + fsdp.GROUPS
     settings: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
+    for name, value in _values(optimizer.listing, prefix).items():
         if name == prefix and isinstance(value, list):
             settings |= {
                 str(number): dict(member) for number, member in enumerate(value) if isinstance(member, Mapping)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint
@@ -67,6 +68,9 @@ def read(source: Checkpoint) -> Optimizer:
     """
     details, released = source.details_of(Megatron), source.home.name == "release"
     args = details.args
+    if details.dialect == CORE and any(path.with_name(SHARDED).is_file() for path in source.files):
+        for path in source.files:
+            _require_sharded(path)
     legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(
@@ -373,11 +377,17 @@ def _plain(
                 yield state, place, key, file.fragment(ref, f"{state} of {key}")
 
 
+def _require_sharded(beside: Path) -> Path:
+    """The file of a distributed optimizer beside a rank's file (SourceError: it is missing)."""
+    path = beside.with_name(SHARDED)
+    if not path.is_file():
+        raise SourceError(f"{path.parent} holds no {SHARDED}, which {beside.name} says there is")
+    return path
+
+
 def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str, Place, str, Fragment]]:
     """State, place, key and fragment of each tensor of a distributed optimizer, whose states are in a separate file."""
-    path = beside.path.with_name(SHARDED)
-    if not path.is_file():
-        raise SourceError(f"{path.parent} holds no {SHARDED}, which {beside.path.name} says there is")
+    path = _require_sharded(beside.path)
     file = read_torch(path)
     every = file.value if isinstance(file.value, list) else [file.value]
     if len(every) != len(shares):

@@ -9,6 +9,7 @@ from formats.errors import RefusedError
 
 STEPS = "global_steps"
 LAST_STEP = "last_train_step"
+TRAINER_STEP = "trainer_step"
 COUPLED = "adam_w_mode"
 NORMS = "rounded_norms"
 EXPERT_BIAS = "expert_bias_E"
@@ -24,6 +25,7 @@ KNOWN: Mapping[str, str] = {
     STEPS: "DeepSpeed: an optimizer that has made other steps than the model file counts",
     COUPLED: "DeepSpeed: a configuration whose optimizer is no AdamW, of a training that made an AdamW itself",
     LAST_STEP: "nanotron: an optimizer that has made other steps than its metadata counts",
+    TRAINER_STEP: "FSDP: an optimizer that has made other steps than the trainer counts",
     NORMS: "norms of linear attention that are rounded when 1 is subtracted",
     EXPERT_BIAS: "torchtitan: a bias of routers that transformers has no place for, which is left out",
     FUSION: "Megatron: a GPT-OSS that was clamped before the bias of its experts was added",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.dcp_tools import as_trained, edit, places, refused, save, weights
+from tests.faults.test_fsdp_optim_faults import training
 from tests.models import files
 
 EMBEDDING, NORM = "model.model.embed_tokens.weight", "model.model.norm.weight"
@@ -346,3 +347,16 @@ def test_a_file_that_is_cut_within_an_object_is_refused(convert, model, tmp_path
     os.truncate(file, file.stat().st_size - 16)
     for argv in (["megatron2hf", run, tmp_path / "out"], ["verify", run]):
         refused(convert(*argv), 3, f"{file} is cut off")
+
+
+def test_an_optimizer_in_a_folder_of_its_own_is_whole_or_not_verified(convert, model, tmp_path):
+    """As the Trainer of transformers and accelerate save it."""
+    source, saved = training(model("llama", num_hidden_layers=1))
+    save(tmp_path / "checkpoint-3/pytorch_model_fsdp_0", {"model": saved["model"]})
+    save(tmp_path / "checkpoint-3/optimizer_0", {"optimizer": saved["optim"]})
+    ran = convert("verify", tmp_path / "checkpoint-3", "--config", source)
+    assert (ran.code, ran.err) == (0, "")
+    file = tmp_path / "checkpoint-3/optimizer_0/__0_0.distcp"
+    file.unlink()
+    ran = convert("verify", tmp_path / "checkpoint-3", "--config", source)
+    refused(ran, 3, f"{file.parent} lacks 1 of 1 files", file.name)

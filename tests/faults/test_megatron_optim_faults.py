@@ -248,6 +248,13 @@ def test_a_buffer_with_gaps_is_refused(model, convert, tmp_path):
     add_optimizer(run, "distributed")
     ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
     assert (ran.code, "[48] is no multiple of 64 elements" in ran.err) == (4, True), ran.err
+    next(run.rglob("vitruvian.json")).unlink()
+    assert convert("verify", run).code == 0
+    (run / FOLDER.format(1) / "distrib_optim.pt").unlink()  # of the last rank: of the first one it is missed anyway
+    for argv in (("verify", run), ("reshard", run, tmp_path / "out", "--with-optimizer")):
+        ran = convert(*argv)
+        message = f"{run / FOLDER.format(1)} holds no distrib_optim.pt, which model_optim_rng.pt says there is"
+        assert (ran.code, message in ran.err) == (3, True), ran.err
 
 
 def test_states_of_a_distributed_checkpoint(runs, convert, tmp_path):

@@ -27,6 +27,7 @@ from formats.layout.leaves import Leaf
 from formats.registry import open_checkpoint
 from formats.torch_files import crc32
 from tests.faults.dcp_tools import refused, save, weights
+from tests.faults.test_fsdp_optim_faults import training
 from tests.optimizers import add_optimizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "neox"
@@ -295,6 +296,20 @@ def test_what_the_checksums_do_not_say(model, convert, tmp_path):
     assert convert("hf2megatron", tmp_path / "out", tmp_path / "m", "--format", "torch_dist", "--tp", 2).code == 0
     ran = convert("megatron2hf", tmp_path / "m", tmp_path / "hf")
     assert "source checksums: verified\n" in ran.out
+
+
+def test_what_the_checksums_do_not_say_of_an_optimizer(model, tmp_path):
+    """Of a model in one file, and its optimizer in another."""
+    import vitruvian
+
+    source, saved = training(model("llama", num_hidden_layers=1))
+    save(tmp_path / "c/pytorch_model_fsdp_0", {"model": saved["model"]})
+    save(tmp_path / "c/optimizer_0", {"optimizer": saved["optim"]})
+    assert len([*(tmp_path / "c").rglob("*.distcp")]) == 2
+    said = "each file by itself; nothing ties .distcp files to each other"
+    for target, options in {"deepspeed": {}, "fsdp": {"with_optimizer": True}}.items():
+        written = vitruvian.convert(tmp_path / "c", tmp_path / target, to=target, config=source, **options)
+        assert (written.mixed, written.source_checksums.word) == (said, "verified")
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------

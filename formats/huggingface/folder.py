@@ -27,7 +27,7 @@ from formats.huggingface import HUGGINGFACE, language_model, mtp, own_config
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class, require_lengths
-from formats.huggingface.rope import POSITIONS
+from formats.huggingface.settings_table import keys_of
 from formats.layout.placed import Placed, content_of, is_tied, match
 from formats.layout.slots import ALONE, Slot
 from formats.layout.table import Rule
@@ -155,9 +155,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     own = own_config.require_same(path, named, names, settings, spec)
     if isinstance(spec, ModelSpec):
         spec = replace(spec, own=dict(own))
-        positions = untabled.language(config).get(POSITIONS)
-        if type(positions) is int and "max_positions" not in settings.values:  # a limit, in which the two may differ
-            spec = replace(spec, max_positions=positions)
+        if folder != path and "max_positions" not in settings.values:  # a limit, in which the two may differ
+            key = keys_of(family_named(spec.family), config).get("max_positions", "")
+            positions = untabled.language(config).get(key)
+            spec = replace(spec, max_positions=positions) if type(positions) is int else spec
         fragments, note = dequantized(fragments, config)
     placed, dropped = match(model_slots(spec, fragments), {ALONE: fragments}, drops(spec, fragments, settings), path)
     other = unindexed_files(path)

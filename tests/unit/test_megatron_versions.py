@@ -429,14 +429,12 @@ def inverse_frequencies(rope, **changes):
 @pytest.mark.parametrize(
     ("rope", "same"),
     [
-        ({name: value for name, value in PLAIN_YARN.items() if name != "original_max_position_embeddings"},
-         {**PLAIN_YARN, "original_max_position_embeddings": 128}),
         ({**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 16384},
          LLAMA3),
         ({**LINEAR, "original_max_position_embeddings": 64}, LINEAR),
         ({**LLAMA3, "finetuned": True}, LLAMA3),
     ],
-    ids=["yarn without a length", "multiples of llama3", "linear with a length", "what llama3 does not read"],
+    ids=["multiples of llama3", "linear with a length", "what llama3 does not read"],
 )  # fmt: skip
 def test_two_spellings_that_transformers_computes_alike_are_one(rope, same):
     """Both are the same arguments, and each comes back as its own config spells it."""

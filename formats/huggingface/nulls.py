@@ -12,8 +12,8 @@ from formats.model.values import SCALED
 NULLABLE = {
     "attn_logit_softcapping", "ffn_hidden_size", "final_logit_softcapping", "layer_types", "mlp_layer_types",
     "mlp_only_layers", "moe_layers", "n_inner", "no_rope_layers", "num_kv_heads", "num_ln_in_parallel_attn",
-    "original_max_position_embeddings", "partial_rotary_factor", "q_lora_rank", "rope_parameters", "rope_scaling",
-    "rope_theta", "rotary_dim", "sliding_window", "use_bidirectional_attention",
+    "partial_rotary_factor", "q_lora_rank", "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim",
+    "sliding_window", "use_bidirectional_attention",
 }  # fmt: skip
 """Keys that may be null in every family: null has a meaning, or is the same as no key (transformers 5.23.0, the config
 class of each). Such keys of one family are in the file of the family. Null in any other key that a table reads is

@@ -37,7 +37,8 @@ FAMILY = replace(
             ),
             1.0,
         ),
-        **dict.fromkeys(("mamba_norm_before_gate", "mlp_multipliers", "ssm_multipliers", "time_step_limit")),
+        "mamba_norm_before_gate": True,
+        **dict.fromkeys(("mlp_multipliers", "ssm_multipliers", "time_step_limit")),
     },
     only_here="its layers have attention and a state space side by side, those of megatron-core one of both",
 )

@@ -1163,6 +1163,16 @@ def test_a_model_whose_tokens_see_those_after_them_has_no_table(value):
             from_huggingface(config(name) | {"is_causal": value}, {}, "config.json")
 
 
+def test_a_null_that_a_class_takes_for_false_is_not_its_default():
+    """Falcon-H1's norm after the gate, which is before it where the config lacks the key."""
+    plain = config("falcon_h1_normed")
+    silent = {key: value for key, value in plain.items() if key != "mamba_norm_before_gate"}
+    said = from_huggingface(silent | {"mamba_norm_before_gate": True}, {}, "config.json")
+    assert from_huggingface(silent, {}, "config.json") == said
+    with pytest.raises(SourceError, match="mamba_norm_before_gate = null"):
+        from_huggingface(silent | {"mamba_norm_before_gate": None}, {}, "config.json")
+
+
 STRAY = {"sliding_window": 8, "attention_chunk_size": 8, "kv_sharing_modes": ["reuse"] * 100}
 OWN_WINDOW = {key: [] for key in STRAY} | {
     "sliding_window": [name for name in MODELS if family_of(MODELS[name], name).window == "sliding_window"],

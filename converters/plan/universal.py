@@ -101,6 +101,8 @@ def plan_universal(states: States, request: Request) -> Plan:
     target = _target(request.root, tag.name, parameters, small, opened)
     if masters.run_config:
         target = replace(target, texts={**target.texts, f"{tag.name}/{YML}": dump_yml(masters.run_config)})
+    elif masters.assets:
+        target = replace(target, copies=assets.carried_assets(masters))
     jobs = _jobs(opened, target)
     remembered = not any(parameter.summands for parameter in parameters)  # the sum of which is read later
     return Plan(masters, masters.spec, jobs, target, tuple(notes), read_back, remembered=remembered)
@@ -304,6 +306,7 @@ def _plain(path: Path, settings: Settings) -> States:
         state: _state(run, tag, tensors, states.module if state == "fp32" else {}, states.ties)
         for state, tensors in states.states.items()
     }
+    opened["fp32"] = replace(opened["fp32"], assets=zero.own_folder(path, run, tag))
     return States(opened, states.model, states.partitions)
 
 

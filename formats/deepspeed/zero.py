@@ -98,7 +98,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     beside = _keys(tensors, tag, "merged", unnamed=unnamed) if settings.adapter == "only" else {}
     spec = _spec(shapes, part.config, assets, settings, {key: tensors[name].shape for key, name in beside.items()})
     if assets is not None:
-        own_config.require_same(_own_folder(path, run, tag), huggingface.read_config(assets), names, settings, spec)
+        own_config.require_same(own_folder(path, run, tag), huggingface.read_config(assets), names, settings, spec)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
     slots, without = _without_buffers(slots, keys) if whole and settings.without_buffers else (slots, frozenset[str]())
     if whole and source != "module" and not unnamed:
@@ -415,7 +415,7 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings, *, need
     """
     if settings.adapter == "only":
         return None
-    found = settings.config or _own_folder(path, run, tag)
+    found = settings.config or own_folder(path, run, tag)
     if found is not None:
         return found
     if needed or any(getattr(settings, name) not in (None, False, (), {}) for name in OF_MODEL):
@@ -423,8 +423,8 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings, *, need
     return None
 
 
-def _own_folder(path: Path, run: Path, tag: Path) -> Path | None:
-    """The folder of the config.json beside the weights."""
+def own_folder(path: Path, run: Path, tag: Path) -> Path | None:
+    """The folder of the config.json beside the weights, None if there is none."""
     return next((place for place in (path, run, tag, tag.parent) if (place / "config.json").is_file()), None)
 
 

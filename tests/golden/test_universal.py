@@ -263,6 +263,22 @@ def test_options_that_a_plain_model_has_no_use_for(made, convert, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_config_of_the_run_goes_along(made, convert, tmp_path):
+    """Otherwise --config BASE would be compared with none."""
+    run = shutil.copytree(made(TWO) / "zero2", tmp_path / "run")
+    text = (made(TWO) / "hf/config.json").read_text()
+    (run / "config.json").write_text(text)
+    (run / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert convert("zero2universal", run, tmp_path / "universal").code == 0
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "universal" / name).read_bytes() == (run / name).read_bytes()
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(json.loads(text) | {"rms_norm_eps": 0.5}))
+    ran = convert("zero2hf", tmp_path / "universal", tmp_path / "no", "--config", base)
+    refused(ran, 5, "contradict each other (universal | base)", "0.5")
+
+
 def test_stage_0_has_no_names(made, convert, tmp_path):
     refused(convert("zero2universal", made(ALONE) / "zero0", tmp_path / "out"), 4, "stage 0", "no names")
 

@@ -7,8 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats.disk.json_file import read_json
 from formats.errors import SourceError, short
-from formats.model.accepted import STEPS
+from formats.model.accepted import STEPS, TRAINER_STEP
 from formats.optimizer import STATES
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_writer import plain
@@ -56,12 +57,14 @@ def steps_by_group(
 
 COUNTER = "global_steps"
 """The key of the engine's step count in a model file."""
+TRAINER = "trainer_state.json"
+"""The file of the Trainer of transformers, beside the folder of the model files."""
 
 
 def require_one_step(
     model: TorchFile, path: Path | None, steps: Collection[float], accept: Collection[str]
 ) -> list[str]:
-    """Refuse an optimizer whose step count is not that of the model file, without skipped steps.
+    """Refuse an optimizer whose steps and skipped steps are not those of the model file, or of a trainer beside it.
 
     The engine counts steps and skipped steps (deepspeed/runtime/engine.py `_take_model_step`, 0.19.8). In a training
     that began with the weights of another training alone the engine's count continues, while the optimizer begins at 0.
@@ -81,18 +84,38 @@ def require_one_step(
     iterations, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
     if type(iterations) is not int or type(skipped) is not int:
         return []
+    notes = _of_trainer(model, iterations, accept)
     if not steps or iterations - skipped in steps:
-        return []
+        return notes
     counted = " and ".join(f"{step:g}" for step in sorted(steps))
     difference = f"{path} has made {counted} steps, {model.path} counts {iterations}" + (
         f", {skipped} of them skipped" if skipped else ""
     )
     if STEPS in accept:
-        return [f"{difference}: accepted"]
+        return [*notes, f"{difference}: accepted"]
     raise SourceError(
         f"{difference}: files of different saves",
         f"copy the files of one save from all nodes; of a training that began without the optimizer of the one before: "
         f"--accept {STEPS}",
+    )
+
+
+def _of_trainer(model: TorchFile, iterations: int, accept: Collection[str]) -> list[str]:
+    """Refuse a model file of another step than the Trainer of transformers has counted.
+
+    Both count skipped steps (transformers 5.23.0, trainer.py `_save_checkpoint`).
+    """
+    path = model.path.parent.parent / TRAINER
+    counted = read_json(path).get("global_step") if path.is_file() else None
+    if type(counted) is not int or counted == iterations:
+        return []
+    difference = f"{model.path} counts {iterations} steps, {path} {counted}"
+    if TRAINER_STEP in accept:
+        return [f"{difference}: accepted"]
+    raise SourceError(
+        f"{difference}: files of different saves",
+        "copy the files of one save from all nodes; of a training that began with the count of another: "
+        f"--accept {TRAINER_STEP}",
     )
 
 

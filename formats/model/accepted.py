@@ -25,7 +25,7 @@ KNOWN: Mapping[str, str] = {
     STEPS: "DeepSpeed: an optimizer that has made other steps than the model file counts",
     COUPLED: "DeepSpeed: a configuration whose optimizer is no AdamW, of a training that made an AdamW itself",
     LAST_STEP: "nanotron: an optimizer that has made other steps than its metadata counts",
-    TRAINER_STEP: "FSDP: an optimizer that has made other steps than the trainer counts",
+    TRAINER_STEP: "FSDP, DeepSpeed: an optimizer or a model that has made other steps than the trainer counts",
     NORMS: "norms of linear attention that are rounded when 1 is subtracted",
     EXPERT_BIAS: "torchtitan: a bias of routers that transformers has no place for, which is left out",
     FUSION: "Megatron: a GPT-OSS that was clamped before the bias of its experts was added",

@@ -138,6 +138,24 @@ def test_a_folder_with_the_name_of_another_step_is_told(convert, tmp_path, step)
     assert (ran.code, "global_step1 holds step 4, as its files say" in ran.err) == (0, step == 4), ran.err
 
 
+@pytest.mark.parametrize("command", [("zero2hf", "--verbatim"), ("zero2universal",)])
+def test_a_model_of_another_step_than_the_trainer_counts(convert, tmp_path, command):
+    """A half copied checkpoint-N of the Trainer of transformers."""
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "checkpoint-4", model | {"global_steps": 1}, partition(flat))
+    for counted in (1, 4):
+        (run / "trainer_state.json").write_text(f'{{"global_step": {counted}}}')
+        ran = convert(*command[:1], run, tmp_path / f"out{counted}", *command[1:], "-q")
+        if counted == 1:
+            assert ran.code == 0, ran.err
+    refused(ran, 3, "counts 1 steps", "trainer_state.json 4: files of different saves", "--accept trainer_step")
+    ran = convert(*command[:1], run, tmp_path / "out", *command[1:], "--accept", "trainer_step")
+    assert ran.code == 0, ran.err
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("counted", "skipped", "fine"), [(1, 0, True), (4, 3, True), (4, 0, False), (0, 0, False)])
 def test_files_of_an_optimizer_of_another_step_are_refused(convert, tmp_path, stage, counted, skipped, fine):

@@ -23,7 +23,7 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
 from formats.fsdp import FSDP, native, nearby_config, olmo_core, whole_models
-from formats.fsdp.contents import FULL, Listing, contents, lister
+from formats.fsdp.contents import FULL, Listing, contents, lister, require_one_save
 from formats.huggingface import folder as huggingface
 from formats.huggingface import language_model, own_config
 from formats.layout.pieces import Scattered, match_pieces
@@ -88,6 +88,7 @@ def holders(_: Family) -> dict[str, bool]:
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open an FSDP checkpoint: its metadata and the headers of its files."""
     folder, list_tensors = next((path / inside, kind) for inside in INSIDE if (kind := lister(path / inside)))
+    require_one_save(folder.parent if folder.name == INSIDE[1] else folder)
     listing = list_tensors(folder, settings)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from formats.checkpoint import Settings
 from formats.disk.safetensors import DTYPES, Fragment, read_safetensors
-from formats.errors import SourceError, UnsupportedError, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.fsdp import FSDP, native
 from formats.huggingface import folder as huggingface
 from formats.layout.columns import Cut, Piece
@@ -22,6 +22,12 @@ from formats.torch_files.archive import TorchFile, read_torch
 
 SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 FULL = "pytorch_model_fsdp.bin"
+BY_KIND = (
+    ("pytorch_model_fsdp_0", FULL, "pytorch_model_fsdp_0_rank0.bin"),
+    ("optimizer_0", "optimizer.bin", "optimizer_0_rank0.bin"),
+)
+"""The names of a model, and of its optimizer, by the kind of its state dict: sharded, full, local. A save of accelerate
+has one of each (1.15.0, utils/fsdp_utils.py `save_fsdp_model`, `save_fsdp_optimizer`)."""
 
 
 class Listing(NamedTuple):
@@ -57,6 +63,22 @@ def contents(path: Path, listing: Listing) -> dict[str, Any]:
         "files": len(listing.files),
         "bytes": sum(prod(tensor.shape) * DTYPES[tensor.dtype] for tensor in tensors),
     }
+
+
+def require_one_save(folder: Path) -> None:
+    """Refuse a folder in which accelerate has saved twice, in state dicts of two kinds.
+
+    Raises:
+        RefusedError: it holds two models, or two optimizers.
+    """
+    for names in BY_KIND:
+        saved = [name for name in names if (folder / name).exists()]
+        if len(saved) > 1:
+            raise RefusedError(
+                f"{folder} holds {saved[0]} and {saved[1]}, which accelerate writes for state dicts of two kinds: they "
+                "are of two saves",
+                f"move the model and the optimizer of one of the saves out of {folder}",
+            )
 
 
 def lister(folder: Path) -> Callable[[Path, Settings], Listing] | None:

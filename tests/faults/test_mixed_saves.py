@@ -145,3 +145,20 @@ def test_weights_of_another_checkpoint_beside_those_of_dcp_are_told(model, conve
     shutil.copy(model() / "model.safetensors", tmp_path / "run" / name)
     ran = convert("fsdp2hf", tmp_path / "run", tmp_path / "out")
     assert (ran.code, f"{name} in {tmp_path / 'run'} is not read" in ran.err) == (0, True), ran.err
+
+
+@pytest.mark.parametrize(
+    "names", [("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), ("optimizer.bin", "optimizer_0_rank0.bin")]
+)
+def test_two_saves_of_accelerate_in_one_folder(model, convert, tmp_path, names):
+    """Of two kinds of state dict, each of which has a model and an optimizer."""
+    run = tmp_path / "checkpoint-3"
+    assert convert("hf2fsdp", model(), run / "pytorch_model_fsdp_0").code == 0
+    shutil.copy(model() / "config.json", run)
+    assert convert("fsdp2hf", run, tmp_path / "alone").code == 0
+    for name in names:
+        if not (run / name).exists():
+            (run / name).write_bytes(b"of another save")
+    for folder in (run, run / "pytorch_model_fsdp_0"):
+        ran = convert("fsdp2hf", folder, tmp_path / "out")
+        refused(ran, 5, "which accelerate writes for state dicts of two kinds: they are of two saves", *names)

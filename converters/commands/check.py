@@ -179,7 +179,7 @@ def _verify_alone(folder: Path, options: Mapping[str, Any], as_json: bool) -> No
 
 
 def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
-    """Why a folder could not be opened as a checkpoint; None when it could.
+    """Why a folder could not be opened as a checkpoint, or what was not looked at in it; None when all was.
 
     Raises:
         SourceError: the files do not belong together, or some are missing.
@@ -193,10 +193,10 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
         return f"{folder} is not a checkpoint of a known format"
     try:
         effects = _effects(options, quiet=True)
-        require_one_checkpoint(effects.open(folder, own_config(folder, effects.settings)), effects.limits)
+        checkpoint = effects.open(folder, own_config(folder, effects.settings))
+        return require_one_checkpoint(checkpoint, effects.limits) or None
     except (OptionNeededError, RefusedError, UnsupportedError, UsageError) as error:
         return str(error)
-    return None
 
 
 @command()
@@ -228,6 +228,8 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
     else:
         for line in lines(result, tensors):
             click.echo(line)
+    for note in result.notes:
+        click.echo(f"note: {note}", err=True)
     if result.config and not as_json:
         click.echo(f"{APART}: {some(result.config, 6)}")
     if not result.equal:

@@ -10,9 +10,10 @@ import click
 
 from converters.commands.options import OUTPUT, SOURCE
 from converters.common.cli_help import command
+from formats.detect.rivals import require_one
 from formats.errors import UsageError
 from formats.format import Format
-from formats.registry import detected
+from formats.registry import detected, is_known
 
 NAMES = {
     "hf": ("hf", "huggingface", "transformers", "safetensors"),
@@ -89,6 +90,8 @@ def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequ
         raise UsageError(
             f"there is no format {target}", f"one of {', '.join(name for name in NAMES if name not in UNWRITTEN)}"
         )
+    if src.is_dir():
+        require_one(src, is_known)
     form = detect_format(src)
     source = form.to_folder.removesuffix("2hf") if form else ""
     name = command_for(source or "hf", wanted)

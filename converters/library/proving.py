@@ -28,9 +28,10 @@ from converters.plan.opening import open_source, require_effect, require_family,
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Limits
 from converters.plan.targets import plan_reading
+from converters.prove.belonging import has_optimizer
 from converters.prove.diff import Difference, compare
 from converters.prove.resumed import digests, has_journal, journal_of
-from converters.prove.sources import unrecorded_assets
+from converters.prove.sources import unrecorded
 from formats.checkpoint import ASSETS, MANIFEST, Checkpoint, Settings
 from formats.errors import OptionNeededError, SourceError, UsageError, VerificationError, some
 from formats.huggingface import folder as huggingface
@@ -150,6 +151,7 @@ class Differences:
         keys: the Hugging Face key of each logical tensor, with `{layer}` and `{expert}`; none for a model without a
             table.
         config: keys of config.json that no tensor depends on and that differ, as `name: one | two`. They do not count.
+        notes: what was not compared.
     """
 
     tensors: tuple[Difference, ...]
@@ -157,6 +159,7 @@ class Differences:
     compared: int
     keys: Mapping[str, str] = field(default_factory=dict)
     config: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def place_of(self, name: str) -> tuple[str, str]:
         """The logical tensor and the layer of a tensor such as `up.3`; the name itself and "" without a table."""
@@ -269,7 +272,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     differing = contradictions(checkpoint.spec.settings(), facts)
     changed = changed_files(checkpoint.home)
     notes = [UNCOMPARED_FILES] if changed is None else []
-    if beside := _beside(checkpoint):
+    if beside := unrecorded(checkpoint):
         notes.append(f"{some(beside, 5)} of {out}: not in {MANIFEST}, and programs may take it for a part of the model")
     states = remembered_states(checkpoint.home)
     read = partial(_resumed, out, effects, share) if share or has_journal(out) else None
@@ -277,12 +280,6 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     if read and share is None:
         shutil.rmtree(journal_of(out))
     return replace(verified, files=tuple(changed or ()))
-
-
-def _beside(checkpoint: Checkpoint) -> list[str]:
-    """The files that programs read as parts of a model and that its manifest is not about."""
-    weights = checkpoint.home.glob("*.safetensors")
-    return [*unrecorded_assets(checkpoint.home), *sorted(path.name for path in {*weights} - {*checkpoint.files})]
 
 
 def _resumed(out: Path, effects: Effects, share: Share | None, plan: Plan) -> dict[str, str]:
@@ -336,7 +333,7 @@ def _verified(
         optimizer_states, _ = training_of(checkpoint).states(written)
         apart = {state: of for state, of in optimizer_states.items() if not _are_weights(of, checkpoint)}
         plan = replace(plan, jobs=(*plan.jobs, *state_jobs(checkpoint, apart)))
-    elif "optimizer" in checkpoint.state:
+    elif has_optimizer(checkpoint):
         notes = [UNCOMPARED_OPTIMIZER, *notes]
     here = read(plan) if read else _hashed(plan.jobs, effects, checked=False)  # a digest proves more than a CRC-32
     left_out = {job.name for job in plan.jobs} - here.keys()
@@ -359,9 +356,10 @@ def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False)
     left, right = plan_reading(first), plan_reading(second)
     with effects.progress("comparing", left.nbytes) as progress:
         differing = compare(left, right, effects.limits, progress.advance, measured=measured)
-    keys = _keys(second.spec) | _keys(first.spec)
-    settings, others = setting_differences(first, second), file_differences(first, second)
-    return Differences(tuple(differing), tuple(settings), len(left.jobs), keys, tuple(others))
+    keys, settings = _keys(second.spec) | _keys(first.spec), tuple(setting_differences(first, second))
+    notes = (UNCOMPARED_OPTIMIZER,) if has_optimizer(first) or has_optimizer(second) else ()
+    others = tuple(file_differences(first, second))
+    return Differences(tuple(differing), settings, len(left.jobs), keys, others, notes)
 
 
 def _keys(spec: Spec) -> dict[str, str]:

@@ -8,12 +8,16 @@ from converters.plan.request import Limits
 from converters.plan.state_jobs import state_jobs
 from converters.plan.targets import plan_reading
 from formats.checkpoint import Checkpoint
+from formats.errors import VitruvianError
 from formats.registry import format_of
 from formats.torch_files import dcp
 
 
-def require_one_checkpoint(source: Checkpoint, limits: Limits) -> None:
+def require_one_checkpoint(source: Checkpoint, limits: Limits) -> str:
     """Refuse files of several trainings, or not all files of one. Copies and FP32 master weights are read.
+
+    Returns:
+        What was not looked at; empty if nothing.
 
     Raises:
         SourceError: files are missing, or are not those of one save.
@@ -26,7 +30,19 @@ def require_one_checkpoint(source: Checkpoint, limits: Limits) -> None:
         if folder != source.home and dcp.is_dcp(folder):  # an optimizer's own: all of its pieces are located
             list(dcp.load(dcp.entries(folder)))
     listed = (source.home / dcp.METADATA).is_file()  # it lists all pieces of an optimizer, and their files
-    if training is not None and not listed and training.is_trained(source):  # also where the vocabulary is unknown
+    trained = training is not None and training.is_trained(source)
+    if training is not None and trained and not listed:  # also where the vocabulary is unknown
         masters = {state: of for state, of in training.states(as_trained(source))[0].items() if state == "fp32"}
     jobs = [*plan_reading(source).jobs, *state_jobs(source, masters)]
     digest_of([job for job in jobs if job.replicas or job.twins], limits, checked=False)
+    alone = "whether the optimizer is that of these weights; a conversion with it tells more" if listed else ""
+    return alone if trained else ""
+
+
+def has_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has an optimizer, be it one that cannot be read."""
+    training = format_of(checkpoint).training
+    try:
+        return "optimizer" in checkpoint.state or (training is not None and training.is_trained(checkpoint))
+    except VitruvianError:
+        return True

@@ -151,6 +151,12 @@ def unrecorded_assets(home: Path) -> list[str]:
     )
 
 
+def unrecorded(checkpoint: Checkpoint) -> list[str]:
+    """The files that programs read as parts of a model and that its manifest is not about."""
+    weights = checkpoint.home.glob("*.safetensors")
+    return [*unrecorded_assets(checkpoint.home), *sorted(path.name for path in {*weights} - {*checkpoint.files})]
+
+
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     """Compare the tensors that were read with the manifest of the source, if there is one.
 

@@ -39,18 +39,22 @@ def require_one(path: Path, known: Callable[[Path], bool]) -> None:
         known: returns whether a folder is a checkpoint of a known format.
 
     Raises:
-        RefusedError: the folder has two models.
+        RefusedError: the folder has two models: of Hugging Face and of a training, or of two trainings.
     """
-    ours = weights(path)
-    other = None if ours is None or (path / ONE_MODEL).is_file() else tracked(path, known) or shards(path)
+    run, own = tracked(path, known), shards(path)
+    ours, other = weights(path), run or own
+    if ours is None and run is not None:
+        ours, kind = own, ""
+    else:
+        ours, kind = None if (path / ONE_MODEL).is_file() else ours, " of Hugging Face"
     if ours is None or other is None:
         return
-    run = other.is_dir()
+    latest = other.is_dir()
     raise RefusedError(
-        f"{path} holds two models: {ours.name} of Hugging Face, and {other.relative_to(path)}"
-        + (", which its run names as the latest" if run else ""),
-        f"name {other}; or, for the model of Hugging Face, move the other one out of {path}"
-        if run
+        f"{path} holds two models: {ours.relative_to(path)}{kind}, and {other.relative_to(path)}"
+        + (", which its run names as the latest" if latest else ""),
+        f"name {other}; or, for the model{kind or ' beside it'}, move the other one out of {path}"
+        if latest
         else f"move {other.relative_to(path)} and what belongs to it out of {path}, or {ours.name}",
     )
 

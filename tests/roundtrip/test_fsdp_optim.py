@@ -115,6 +115,25 @@ def test_states_stay_with_their_weights(model, convert, tmp_path, name):
     assert all(torch.equal(tensor, read[1][name]) for name, tensor in read[0].items())
 
 
+@pytest.mark.parametrize("command", ["hf2fsdp", "zero2universal", "hf2megatron"])
+def test_that_an_optimizer_is_not_compared_is_told(model, convert, tmp_path, command):
+    """Two checkpoints with the same weights, and optimizers of other steps."""
+    source = model("llama")
+    assert convert("hf2fsdp", source, tmp_path / "weights").code == 0
+    start = trained(tmp_path / "weights", tmp_path / "begun")
+    flags = ["--with-optimizer"] * (command != "zero2universal")
+    for name in ("one", "two"):
+        assert convert(command, start, tmp_path / name, "--config", source, *flags).code == 0
+    for proof in ("verify", "diff"):
+        ran = convert(proof, tmp_path / "one", tmp_path / "two", *["--vocab-size", 211] * (command == "hf2megatron"))
+        assert (ran.code, "note: the weights were compared, the optimizer was not" in ran.err) == (0, True), ran.err
+    assert "the optimizer was not" not in convert("verify", tmp_path / "one").err
+    assert "the optimizer was not" not in convert("diff", source, tmp_path / "weights").err
+    ran = convert("verify", start, "--config", source)
+    looked = "was not looked at: whether the optimizer is that of these weights"
+    assert (ran.code, looked in ran.err) == (0, True), ran.err
+
+
 def test_killed_or_split_it_goes_on_to_the_same_bytes(killed, model, convert, tmp_path):
     source = model("llama")
     assert convert("hf2fsdp", source, tmp_path / "weights").code == 0

@@ -91,6 +91,27 @@ def test_shards_of_any_format_beside_a_model(model, convert, tmp_path, name, oth
     assert convert("inspect", folder).code == 0
 
 
+def test_an_fsdp_save_beside_a_run_of_deepspeed(model, convert, tmp_path):
+    """No trainer saves both, though the Trainer of transformers has a folder for either."""
+    import torch
+
+    from tests.faults.dcp_tools import weights
+
+    folder = tmp_path / "checkpoint-4"
+    assert convert("hf2fsdp", model("llama"), folder / "pytorch_model_fsdp_0").code == 0
+    shutil.copy(model("llama") / "config.json", folder)
+    (folder / "trainer_state.json").write_text("{}")
+    assert convert("inspect", folder).code == 0
+    (folder / "global_step4").mkdir()
+    (folder / "latest").write_text("global_step4")
+    torch.save({"module": weights(model("llama"))}, folder / "global_step4/mp_rank_00_model_states.pt")
+    for argv in (["inspect", folder], ["verify", folder], ["to", "hf", folder, tmp_path / "out"]):
+        ran = convert(*argv)
+        message = "pytorch_model_fsdp_0/.metadata, and global_step4, which its run names as the latest"
+        assert (ran.code, message in ran.err) == (5, True), ran.err
+    assert convert("inspect", folder / "global_step4").code == 0
+
+
 def test_a_model_in_a_run_of_nanotron(model, convert, tmp_path):
     assert convert("hf2nanotron", model("llama"), tmp_path / "run/10").code == 0
     (tmp_path / "run/latest.txt").write_text("10")

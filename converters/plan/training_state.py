@@ -15,6 +15,7 @@ from formats.checkpoint import Checkpoint, Target
 from formats.deepspeed.mds import optimizer as mds_optimizer
 from formats.deepspeed.mds import writer as mds_writer
 from formats.deepspeed.mds.checkpoint import MegatronDeepSpeed
+from formats.detect.rivals import tracked
 from formats.errors import UnsupportedError, UsageError, VerificationError
 from formats.format import Training
 from formats.fsdp import FSDP
@@ -29,7 +30,7 @@ from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER
 from formats.model.spec import Verbatim
 from formats.optimizer import MOMENTUM, AnyGroup, Group, Muon, Optimizer
-from formats.registry import format_of
+from formats.registry import format_of, is_known
 
 
 def training_of(source: Checkpoint) -> Training:
@@ -40,9 +41,10 @@ def training_of(source: Checkpoint) -> Training:
     """
     training = format_of(source).training
     if training is None:
+        run = tracked(source.root, is_known)
         raise UnsupportedError(
             f"{source.root} is a checkpoint of the format {source.format}, of which no optimizer is read",
-            "take the checkpoint of a training, or the weights alone, without --with-optimizer",
+            f"take {run or 'the checkpoint of a training'}, or the weights alone, without --with-optimizer",
         )
     return training
 

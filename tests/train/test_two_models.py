@@ -43,6 +43,10 @@ def test_who_names_such_a_folder_is_asked_which(both, settings, run, convert, tr
     assert (ran.code, message in ran.out) == (5, True), ran.out
     assert train("plan", config).code == 5
     assert train("init", tmp_path / "run", "--from", folder, "--data", tmp_path / "none").code == 5
+    (folder / "trainer_state.json").write_text("{}")  # of the Trainer of transformers, which saves one model twice
+    ran = convert("hf2fsdp", folder, tmp_path / "F", "--with-optimizer")
+    (folder / "trainer_state.json").unlink()
+    assert (ran.code, f"hint: take {folder}/global_step104, or the weights alone" in ran.err) == (4, True), ran.err
     named = convert("digest", folder / "global_step104")
     assert named.code == 0, named.err
     first = run(settings(model={"path": str(folder / "global_step104")}), save="named")

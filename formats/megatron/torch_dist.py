@@ -229,9 +229,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
 
 def _require_whole(folder: Path) -> None:
-    """Refuse a folder whose save did not finish, or that another backend saved.
+    """Refuse a folder whose save did not finish, that another backend saved, or that holds a second save.
 
     Raises:
+        RefusedError: ranks of a classic save are in the folder too.
         SourceError: the save was interrupted, or not all files were copied.
         UnsupportedError: the backend is not torch_dist, or of a version that no release of megatron-core writes.
     """
@@ -242,6 +243,8 @@ def _require_whole(folder: Path) -> None:
             "was copied",
             "take an earlier iteration",
         )
+    if ranks := sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        raise RefusedError(f"{folder} holds two saves, of torch_dist and {ranks[0]}", f"move either out of {folder}")
     about = {VERSION: ABOUT[VERSION], **read_json(path)}  # without one it is the first (core.py)
     for key in ("sharded_backend", VERSION):
         if about.get(key) != ABOUT[key]:

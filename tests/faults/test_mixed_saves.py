@@ -162,3 +162,13 @@ def test_two_saves_of_accelerate_in_one_folder(model, convert, tmp_path, names):
     for folder in (run, run / "pytorch_model_fsdp_0"):
         ran = convert("fsdp2hf", folder, tmp_path / "out")
         refused(ran, 5, "which accelerate writes for state dicts of two kinds: they are of two saves", *names)
+
+
+def test_two_formats_of_megatron_in_one_iteration(model, convert, tmp_path):
+    for name, kind in (("run", "torch_dist"), ("other", "torch")):
+        flags = ("--format", kind, "--iteration", 3)
+        assert convert("hf2megatron", model(), tmp_path / name, *flags).code == 0
+    shutil.copytree(tmp_path / "other/iter_0000003", tmp_path / "run/iter_0000003", dirs_exist_ok=True)
+    for command in ("megatron2hf", "reshard"):
+        ran = convert(command, tmp_path / "run", tmp_path / "out")
+        refused(ran, 5, "holds two saves, of torch_dist and ", "mp_rank_00/model_optim_rng.pt", "move either out of")

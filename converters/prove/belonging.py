@@ -35,8 +35,7 @@ def require_one_checkpoint(source: Checkpoint, limits: Limits) -> str:
         masters = {state: of for state, of in training.states(as_trained(source))[0].items() if state == "fp32"}
     jobs = [*plan_reading(source).jobs, *state_jobs(source, masters)]
     digest_of([job for job in jobs if job.replicas or job.twins], limits, checked=False)
-    alone = "whether the optimizer is that of these weights; a conversion with it tells more" if listed else ""
-    return alone if trained else ""
+    return "only the pieces of the optimizer were counted; a conversion with it sees more" if trained and listed else ""
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:

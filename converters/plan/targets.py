@@ -157,7 +157,7 @@ def plan_megatron(
     seen = isinstance(source.spec, Verbatim) and source.spec.family in VISIONS
     if seen and options.dialect == DIST and options.trainer:
         return _whole(source, request, options, iteration, args)
-    spec = in_megatron(source, options)
+    spec = megatron_spec(source, options)
     require_vocab(source)
     if tokens is not None:
         if tokens < (spec.vocab or 0):
@@ -189,7 +189,7 @@ def plan_megatron(
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 
-def in_megatron(source: Checkpoint, options: Options) -> ModelSpec:
+def megatron_spec(source: Checkpoint, options: Options) -> ModelSpec:
     """The spec of a model that is to be written in the layouts of Megatron-LM.
 
     Raises:

@@ -9,7 +9,7 @@ from converters.plan.names import as_trained
 from converters.plan.plan import MASTERS, Job, Plan, cast_dtypes, make_plan
 from converters.plan.request import Request
 from converters.plan.state_jobs import state_jobs, tensors_of
-from converters.plan.targets import in_megatron, in_tables, plan_fsdp, plan_mds, plan_megatron, plan_nanotron
+from converters.plan.targets import in_tables, megatron_spec, plan_fsdp, plan_mds, plan_megatron, plan_nanotron
 from converters.plan.universal import UNSAID, UNTAKEN
 from formats.checkpoint import Checkpoint, Target
 from formats.deepspeed.mds import optimizer as mds_optimizer
@@ -169,7 +169,7 @@ def plan_resumed(
         UnsupportedError: the model or the optimizer has no layout in the target.
         UsageError: the training cannot resume without its rates.
     """
-    in_megatron(source, options)
+    megatron_spec(source, options)
     stored = optimizer_of(source)
     weights, states = _split(source, stored, request.cast)
     stored = replace(stored, states=states, samples=stored.samples if samples is None else samples)

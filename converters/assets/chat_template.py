@@ -18,6 +18,7 @@ from converters.assets.jinja_sandbox import Dialogue, Rendered, guarded
 from converters.assets.json_edit import decoded, removed, replaced
 from converters.assets.token_files import (  # fmt: skip
     CONFIG,
+    DECODER,
     GENERATION,
     NAMED_TEMPLATES,
     OLD_TEMPLATES,
@@ -31,11 +32,12 @@ from converters.assets.token_files import (  # fmt: skip
     generation_settings,
     named_tokens,
     object_of,
+    rebuilt_tokens,
     templates_in,
     token_ids,
     tokens_outside,
 )
-from converters.assets.tokenizer_json import FLAGS, NAME, Vocabulary, read_vocabulary, with_tokens
+from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary, rebuilt_ids, with_tokens
 from formats.errors import RefusedError, SourceError, UsageError, some
 
 MAX_TEMPLATE = 1 << 20
@@ -231,7 +233,8 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     Raises:
         SourceError: a file or the template is broken.
         RefusedError: there is no tokenizer.json, it has more tokens than the embedding has rows, no token ends a reply,
-            a token cannot be added, or another token was trained in its place or has its id in transformers.
+            a token cannot be added, another token was trained in its place or has its id in transformers, or
+            transformers may give tokens other ids than tokenizer.json.
     """
     if NAME not in assets:
         slow = next((name for name in SLOW if name in assets), None)
@@ -243,6 +246,7 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     named = named_tokens(assets)
     seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
     before = read_vocabulary(content(assets, NAME))
+    _require_same_ids(assets, before)
     outside = tokens_outside(assets, before.ids)
     missing = tuple(token for token in trained if token not in before.ids)
     used = f"{template} {[*named.values()]}"
@@ -276,12 +280,38 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     if not missing:
         _require_unnamed(assets, {changed[token]: token for token in added if token != ending})
     texts = {TEMPLATE: template.encode(), GENERATION: _generation_config(assets, after, ending, named), NAME: edited}
-    texts |= _tokenizer_config(assets, changed) | _added_tokens(assets, {token: changed[token] for token in added})
+    texts |= _tokenizer_config(assets, after, changed)
+    texts |= _added_tokens(assets, {token: changed[token] for token in added})
     changed_texts = {name: text for name, text in texts.items() if name not in assets or text != content(assets, name)}
     gone = tuple(name for name in assets if name.startswith(OLD_TEMPLATES))
     made = Applied(changed_texts, gone, ending, added, after.length, rows, ())
     notes = [*_notes(made, after, changed, "tokenizer.model" in assets, bool(missing)), *_replaced_templates(assets)]
     return replace(made, notes=tuple(notes))
+
+
+def _require_same_ids(assets: Assets, known: Vocabulary) -> None:
+    """Refuse a tokenizer whose added tokens have other ids in transformers, where it builds the tokenizer anew.
+
+    Raises:
+        RefusedError: an added token has another id, or is none.
+        SourceError: a file is broken.
+    """
+    listed = rebuilt_tokens(assets)
+    theirs = {entry["content"]: number for number, entry in known.entries().items()}
+    if listed is None or {token: number for token, number in listed.items() if number is not None} == theirs:
+        return
+    ids = rebuilt_ids(content(assets, NAME), listed)
+    others = [
+        f"{token} ({number} in {NAME}) as {ids.get(token, 'plain text')}"
+        for token, number in theirs.items()
+        if ids.get(token) != number
+    ]
+    if others:
+        raise RefusedError(
+            f"{DECODER} of {TOKENIZER_CONFIG} does not list the added tokens of {NAME} with their ids: for most "
+            f"classes of tokenizers, transformers 5 reads {some(others, 3)}",
+            f"list each of them there, if the model was trained with the ids of {NAME}",
+        )
 
 
 def _require_unnamed(assets: Assets, added: Mapping[int, str]) -> None:
@@ -312,18 +342,18 @@ def _generation_config(assets: Assets, known: Vocabulary, ending: str, named: Ma
     return (json.dumps(generation_settings(assets) | {"eos_token_id": ids}, indent=2) + "\n").encode()
 
 
-def _tokenizer_config(assets: Assets, changed: Mapping[str, int]) -> dict[str, bytes]:
-    """The tokenizer config without a chat template; with the added tokens, where transformers 4 has listed some."""
+def _tokenizer_config(assets: Assets, known: Vocabulary, changed: Mapping[str, int]) -> dict[str, bytes]:
+    """The tokenizer config without a chat template; with all added tokens, where transformers 4 has listed some."""
     if TOKENIZER_CONFIG not in assets:
         return {}
     text = removed(decoded(content(assets, TOKENIZER_CONFIG), TOKENIZER_CONFIG), TOKENIZER_CONFIG, "chat_template")
-    tokens = object_of(assets, TOKENIZER_CONFIG).get("added_tokens_decoder")
+    tokens = object_of(assets, TOKENIZER_CONFIG).get(DECODER)
     if isinstance(tokens, dict) and changed:
-        entries = {str(number): {"content": token} | dict(sorted(FLAGS.items())) for token, number in changed.items()}
-        for key, old in tokens.items():
-            if key in entries and isinstance(old, dict):
-                entries[key] = old | {"special": True}
-        text = replaced(text, TOKENIZER_CONFIG, "added_tokens_decoder", tokens | entries)
+        entries = {str(number): entry for number, entry in known.entries().items()}
+        for key in entries.keys() & tokens.keys():
+            special = {"special": True} if entries[key]["content"] in changed else {}
+            entries[key] = tokens[key] | special if isinstance(tokens[key], dict) else entries[key]
+        text = replaced(text, TOKENIZER_CONFIG, DECODER, tokens | entries)
     return {TOKENIZER_CONFIG: text.encode()}
 
 

@@ -4,7 +4,8 @@ All functions read `assets`: relative name to path, as `converters.assets.files`
 Facts: transformers 5.23.0 tokenization_utils_base.py `from_pretrained` (a chat_template.jinja outranks the template
 inside tokenizer_config.json; special_tokens_map.json outranks tokenizer_config.json, but neither it nor
 added_tokens.json is read where tokenizer_config.json has `added_tokens_decoder`), tokenization_utils_tokenizers.py
-`__init__` (tokens that these files name and tokenizer.json lacks get the next ids, whatever the files say) and
+`__init__` (tokens that these files name and tokenizer.json lacks get the next ids, whatever the files say; a class with
+an `__init__` of its own is built anew, with the added tokens of `added_tokens_decoder` alone) and
 generation/configuration_utils.py `from_model_config` (without a generation_config.json its values come from
 config.json).
 """
@@ -41,6 +42,8 @@ DECODER = "added_tokens_decoder"
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 """The keys of further special tokens, in a list or by name."""
 KINDS = ("bos", "eos", "pad")
+NAMED = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""The keys of single special tokens, in the order in which transformers adds them to a tokenizer."""
 WRITTEN = tuple(f"{kind}_token_id" for kind in (*KINDS, "forced_bos", "forced_eos", "decoder_start"))
 """The keys of ids that a text may get; `generate` ignores ids of `suppress_tokens` that no token has."""
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
@@ -139,6 +142,28 @@ def tokens_outside(assets: Assets, known: Container[str]) -> dict[str, Outside]:
             named += [(token, Outside(name, True)) for token in tokens]
     texts = {text: outside for token, outside in named if isinstance(text := text_of(token), str) and text}
     return {text: outside for text, outside in texts.items() if text not in known}
+
+
+def rebuilt_tokens(assets: Assets) -> dict[str, int | None] | None:
+    """The added tokens of a tokenizer that transformers builds anew, in its order, with the ids that are listed.
+
+    None where tokenizer_config.json has no `added_tokens_decoder`: transformers then adds the tokens of tokenizer.json.
+
+    Raises:
+        SourceError: a key of `added_tokens_decoder` is no id.
+    """
+    config = object_of(assets, TOKENIZER_CONFIG)
+    decoder = config.get(DECODER)
+    if not isinstance(decoder, dict):
+        return None
+    try:
+        listed = sorted((int(key), text_of(token)) for key, token in decoder.items() if isinstance(text_of(token), str))
+    except ValueError:
+        raise SourceError(f"{DECODER} of {TOKENIZER_CONFIG} has a key that is no id: {short([*decoder])}") from None
+    further = [value for key, value in config.items() if key.endswith("_token") and key not in NAMED]
+    named = [*map(config.get, NAMED), *further, *(token for key in LISTS for token in _values(config.get(key)))]
+    tokens: dict[str, int | None] = {text: number for number, text in listed}
+    return tokens | {text: None for token in named if isinstance(text := text_of(token), str) and text not in tokens}
 
 
 def _values(value: Any) -> list[Any]:

@@ -47,6 +47,11 @@ class Vocabulary:
         ids = {token: self.length + place for place, token in enumerate(further)}
         return replace(self, ids={**self.ids, **ids}, added={**self.added, **further})
 
+    def entries(self) -> dict[int, dict[str, Any]]:
+        """The added tokens with their flags, by id, as files list them."""
+        names, tokens = ("content", *sorted(FLAGS)), self.tokenizer.get_added_tokens_decoder()
+        return {number: {name: getattr(tokens[number], name) for name in names} for number in sorted(tokens)}
+
     def beyond(self, rows: int) -> list[str]:
         """The tokens whose ids are beyond an embedding of so many rows."""
         return [token for token, number in self.ids.items() if number >= rows]
@@ -127,6 +132,17 @@ def read_vocabulary(content: bytes, name: str = NAME) -> Vocabulary:
         raise SourceError(f"{name} is no tokenizer: it has no model", hint) from error
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     return Vocabulary(tokenizer.get_vocab(with_added_tokens=True), added, tokenizer)
+
+
+def rebuilt_ids(content: bytes, tokens: Iterable[str]) -> dict[str, int]:
+    """The ids of added tokens, if these alone are added to the model's vocabulary, one after the other.
+
+    Raises:
+        SourceError: the library cannot load the tokenizer.json without its added tokens.
+    """
+    bare = read_vocabulary(replaced(decoded(content, NAME), NAME, "added_tokens", []).encode()).tokenizer
+    bare.add_tokens([*tokens])
+    return {token.content: number for number, token in bare.get_added_tokens_decoder().items()}
 
 
 def with_tokens(content: bytes, tokens: Iterable[str]) -> tuple[bytes, Vocabulary]:

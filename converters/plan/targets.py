@@ -147,26 +147,18 @@ def plan_megatron(
         optimizer: the optimizer state that is written beside the weights, for a training that is resumed.
         args: arguments of a training that is resumed from another framework.
     """
-    from formats.huggingface.language_model import has_class
-    from formats.megatron import lacking, megatron_llm
+    from formats.megatron import megatron_llm
     from formats.megatron.args import flags, providers
     from formats.megatron.args.options import DIST, FSDP_DTENSOR
-    from formats.megatron.args.visions import LACKING, VISIONS
+    from formats.megatron.args.visions import VISIONS
     from formats.megatron.classic import FLAGS, write
     from formats.megatron.details import Megatron
 
-    if isinstance(source.spec, Verbatim):
-        if source.spec.family in VISIONS and options.dialect == DIST and options.trainer:
-            return _whole(source, request, options, iteration, args)
-        family, why = source.spec.family, lacking.REASONS.get(source.spec.family, source.spec.why)
-        why += f"; {LACKING[family].why}" if family in LACKING and options.trainer else ""
-        ways = [f"{providers.BRIDGE} writes it for Megatron-Bridge"] * (family in VISIONS)
-        ways += ["--only text makes its language model alone"] * has_class(family)
-        raise UnsupportedError(
-            f"{source.root} has no Megatron layout: {why}", ", ".join([*ways, "see `convert formats`"])
-        )
+    seen = isinstance(source.spec, Verbatim) and source.spec.family in VISIONS
+    if seen and options.dialect == DIST and options.trainer:
+        return _whole(source, request, options, iteration, args)
+    spec = megatron_spec(source, options)
     require_vocab(source)
-    spec = source.spec
     if tokens is not None:
         if tokens < (spec.vocab or 0):
             raise RefusedError(f"{source.root} has {spec.vocab} tokens, --true-vocab-size {tokens} would cut some off")
@@ -195,6 +187,26 @@ def plan_megatron(
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
     notes = (*flags.remarks(target.texts.get(FLAGS, b"").decode()), *remarks)
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
+
+
+def megatron_spec(source: Checkpoint, options: Options) -> ModelSpec:
+    """The spec of a model that is to be written in the layouts of Megatron-LM.
+
+    Raises:
+        UnsupportedError: no table describes the model.
+    """
+    from formats.huggingface.language_model import has_class
+    from formats.megatron import lacking
+    from formats.megatron.args import providers
+    from formats.megatron.args.visions import LACKING, VISIONS
+
+    if not isinstance(source.spec, Verbatim):
+        return source.spec
+    family, why = source.spec.family, lacking.REASONS.get(source.spec.family, source.spec.why)
+    why += f"; {LACKING[family].why}" if family in LACKING and options.trainer else ""
+    ways = [f"{providers.BRIDGE} writes it for Megatron-Bridge"] * (family in VISIONS)
+    ways += ["--only text makes its language model alone"] * has_class(family)
+    raise UnsupportedError(f"{source.root} has no Megatron layout: {why}", ", ".join([*ways, "see `convert formats`"]))
 
 
 def _whole(
@@ -234,7 +246,7 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     from formats.deepspeed.neox import checkpoint as neox
     from formats.deepspeed.neox import writer, yml
 
-    spec = _in_tables(source, "GPT-NeoX")
+    spec = in_tables(source, "GPT-NeoX")
     plan = _run(source, request, partial(writer.write, options=options), "GPT-NeoX")
     own = isinstance(source.details, neox.Neox)
     return replace(plan, notes=() if own else (*yml.window_notes(spec), *_dropout_notes(source, {})))
@@ -280,7 +292,7 @@ def plan_nanotron(
 
 def _run(source: Checkpoint, request: Request, write: Callable[[Path, ModelSpec, Dtypes], Target], name: str) -> Plan:
     """A plan that writes a run folder of a trainer, with the model's config and tokenizer in it."""
-    spec = _in_tables(source, name)
+    spec = in_tables(source, name)
     require_vocab(source)
     target = write(request.root, spec, cast_dtypes(source, request.cast))
     texts, copies = _inside(source, request, ASSETS)
@@ -299,7 +311,7 @@ def _dropout_notes(source: Checkpoint, written: Mapping[str, float]) -> Iterator
             yield f"{name} = {value:g} of the source is not among the settings of the output: it is a training's choice"
 
 
-def _in_tables(source: Checkpoint, name: str) -> ModelSpec:
+def in_tables(source: Checkpoint, name: str) -> ModelSpec:
     """The spec of a model that is to be written in a format with tables.
 
     Raises:
@@ -314,7 +326,7 @@ def plan_mistral(source: Checkpoint, request: Request) -> Plan:
     """A plan that writes Mistral's own files, with config and tokenizer beside them."""
     from formats.huggingface.mistral import folder as mistral
 
-    spec = _in_tables(source, "Mistral's")
+    spec = in_tables(source, "Mistral's")
     require_vocab(source)
     target = mistral.write(request.root, spec, cast_dtypes(source, request.cast))
     carried = assets.carried_assets(source)

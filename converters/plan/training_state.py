@@ -9,7 +9,7 @@ from converters.plan.names import as_trained
 from converters.plan.plan import MASTERS, Job, Plan, cast_dtypes, make_plan
 from converters.plan.request import Request
 from converters.plan.state_jobs import state_jobs, tensors_of
-from converters.plan.targets import plan_fsdp, plan_mds, plan_megatron, plan_nanotron
+from converters.plan.targets import in_tables, megatron_spec, plan_fsdp, plan_mds, plan_megatron, plan_nanotron
 from converters.plan.universal import UNSAID, UNTAKEN
 from formats.checkpoint import Checkpoint, Target
 from formats.deepspeed.mds import optimizer as mds_optimizer
@@ -168,9 +168,10 @@ def plan_resumed(
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: the optimizer has no layout in the target.
+        UnsupportedError: the model or the optimizer has no layout in the target.
         UsageError: the training cannot resume without its rates.
     """
+    megatron_spec(source, options)
     stored = optimizer_of(source)
     weights, states = _split(source, stored, request.cast)
     stored = replace(stored, states=states, samples=stored.samples if samples is None else samples)
@@ -241,9 +242,10 @@ def plan_mds_run(
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: the optimizer has no layout in the target.
+        UnsupportedError: the model or the optimizer has no layout in the target.
         UsageError: the optimizer has made more updates than there were iterations.
     """
+    in_tables(source, "Megatron-DeepSpeed")
     stored = optimizer_of(source)
     stored.require_only((Group,), source.root, "Megatron-DeepSpeed trains with Adam alone")
     matrices, vectors = portable_optimizer.sides(source, stored)

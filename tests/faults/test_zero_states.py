@@ -423,6 +423,21 @@ def test_a_frozen_parameter_is_that_of_the_module(convert, tmp_path):
     refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 6, "f.weight")
 
 
+@pytest.mark.parametrize(("command", "named"), [("hf2megatron", "no Megatron layout"), ("hf2mds", "no layout of")])
+def test_a_buffer_of_a_model_that_no_table_knows(convert, tmp_path, command, named):
+    """It has no group in the optimizer; the model is refused for what it is."""
+    import torch
+
+    embedding, bias = torch.arange(32.0), "model.layers.1.mlp.gate.e_score_correction_bias"
+    module = {EMBEDDING: embedding.reshape(8, 4).bfloat16(), bias: torch.ones(4)}
+    model = {"module": module, "param_shapes": [{EMBEDDING: (8, 4)}], "buffer_names": [bias]}
+    trained = partition(embedding)
+    trained["base_optimizer_state"]["param_groups"][0]["bias_correction"] = True
+    run = save(tmp_path / "run", model, trained)
+    for options in ((), ("--with-optimizer",)):
+        refused(convert(command, run, tmp_path / "out", *options), 4, named, "foo")
+
+
 def test_ranks_of_stage_3_lay_out_the_same_parameters(convert, tmp_path):
     """Nothing else tells of which parameter a part of a flat partition is."""
     import torch

@@ -144,3 +144,19 @@ def test_two_keys_of_the_window(convert, tmp_path, windows, said):
         refused(ran, 5, said)
     else:
         assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [(64, 32, "max_position_embeddings = 64 and max_seq_len = 32"), (64, 64, ""), (None, 64, ""), (64, None, "")],
+)
+def test_two_keys_of_the_number_of_positions(convert, tmp_path, first, second, said):
+    run = shutil.copytree(REAL / "dense", tmp_path / "run")
+    params = json.loads((run / "params.json").read_text())
+    (run / "params.json").write_text(json.dumps(params | {"max_position_embeddings": first, "max_seq_len": second}))
+    ran = convert("mistral2hf", run, tmp_path / "out")
+    if said:
+        refused(ran, 5, said)
+    else:
+        assert ran.code == 0, ran.err
+        assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 64

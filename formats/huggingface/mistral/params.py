@@ -38,8 +38,6 @@ def _window(key: str) -> Codec:
     return Codec(check, lambda value, _: {} if value is None else {key: value})
 
 
-WINDOWS = ("sliding_window", "_sliding_window")
-"""The keys of the sliding window, of which files have one."""
 TABLE = rows(
     """
 layers            n_layers
@@ -87,7 +85,7 @@ def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSp
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
     family = FAMILIES["moe.num_experts" in parameters]
     given = {key: value for key, value in parameters.items() if value is not None}
-    _require_one_window(given, where)
+    _require_one_value(given, where)
     values = read(TABLE, given, _conditions(family), where)
     values |= {name: getattr(base, name) for name in ("max_positions",) if base and values[name] is None}
     values |= {"family": family, "rope_scaling": None} | dict(settings.values)
@@ -117,16 +115,17 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     return flat_params | ({"moe": experts} if experts else {})
 
 
-def _require_one_window(given: Mapping[str, Any], where: str) -> None:
-    """Refuse two keys of the sliding window with different sizes.
+def _require_one_value(given: Mapping[str, Any], where: str) -> None:
+    """Refuse two keys of one setting with different values; of windows, a list of one size is that size.
 
     Raises:
         RefusedError: they differ.
     """
-    sizes = {key: given[key] for key in WINDOWS if key in given}
-    if len({str([*dict.fromkeys(size)] if isinstance(size, list) else [size]) for size in sizes.values()}) > 1:
-        said = " and ".join(f"{key} = {short(size)}" for key, size in sizes.items())
-        raise RefusedError(f"{where}: {said} contradict each other", "remove the key that is not the model's")
+    for names in (names for row in TABLE for names in row.keys):
+        values = {key: given[key] for key in names if key in given}
+        if len({str([*dict.fromkeys(value)] if isinstance(value, list) else [value]) for value in values.values()}) > 1:
+            said = " and ".join(f"{key} = {short(value)}" for key, value in values.items())
+            raise RefusedError(f"{where}: {said} contradict each other", "remove the key that is not the model's")
 
 
 def _conditions(family: str) -> set[str]:

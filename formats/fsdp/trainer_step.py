@@ -4,7 +4,7 @@
     step3/train/rank0.pt               `global_step`, of OLMo-core
     step-3/.metadata                   `train_state.step`, of torchtitan, in the files of the optimizer
 
-The count goes on where the optimizer does not: a gradient scaler (float16) and OLMo-core's SkipStepAdamW leave steps
+The count continues where the optimizer does not: a gradient scaler (float16) and OLMo-core's SkipStepAdamW leave steps
 out, and a training may begin with the weights and the count of another, and without its optimizer.
 
 Facts: transformers 5.23.0, trainer.py `_run_epoch` and `_save_checkpoint`; ai2-olmo-core 3.0.0, train/trainer.py

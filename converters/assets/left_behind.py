@@ -227,12 +227,12 @@ def _settings(folder: Path) -> dict[str, Any]:
     assets = {CONFIG: folder / CONFIG} if _is_there(folder / CONFIG) else {}
     try:
         config = object_of(assets, CONFIG)
-        given = {POSITIONS: language(config).get(POSITIONS)} | config | generation_settings(assets)
+        given = config | generation_settings(assets)
     except SourceError:
         return {}
-    return {key: given[key] for key in IDS if key in given} | {
-        key: given[key] for key in (POSITIONS,) if given[key] is not None
-    }
+    positions = language(config).get(POSITIONS)
+    said = {key: given[key] for key in IDS if key in given}
+    return said if positions is None else said | {POSITIONS: positions}
 
 
 def _other_processors(own: Path, carried: Path) -> list[str]:

@@ -1209,6 +1209,14 @@ def test_a_window_that_the_class_turns_off_is_none(name):
     assert from_huggingface(config(name) | off, {}, "config.json") == from_huggingface(config(name), {}, "config.json")
 
 
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_window_that_is_on_is_refused_of_qwen2_moe(window):
+    """Also without a size: its class makes layers with a window then."""
+    on = {"sliding_window": window, "use_sliding_window": True}
+    with pytest.raises(UnsupportedError, match="use_sliding_window = True is not supported for qwen2_moe"):
+        from_huggingface(config("qwen2_moe") | on, {}, "config.json")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "nemotron_h", "mamba2"])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_rotary_scaling_of_a_model_without_rotation_is_refused(name, key):

@@ -90,8 +90,7 @@ def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequ
         raise UsageError(
             f"there is no format {target}", f"one of {', '.join(name for name in NAMES if name not in UNWRITTEN)}"
         )
-    if src.is_dir():
-        require_one(src, is_known)
+    require_one(src, is_known)
     form = detect_format(src)
     source = form.to_folder.removesuffix("2hf") if form else ""
     name = command_for(source or "hf", wanted)

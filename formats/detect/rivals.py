@@ -35,12 +35,14 @@ def require_one(path: Path, known: Callable[[Path], bool]) -> None:
     """Check that a folder, named without further options, has only one model.
 
     Args:
-        path: the folder.
+        path: the folder, or what the user named instead of one, which has no two.
         known: returns whether a folder is a checkpoint of a known format.
 
     Raises:
         RefusedError: the folder has two models: of Hugging Face and of a training, or of two trainings.
     """
+    if not path.is_dir():
+        return
     run, own = tracked(path, known), shards(path)
     ours, other = weights(path), run or own
     if ours is None and run is not None:

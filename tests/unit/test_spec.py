@@ -1241,3 +1241,12 @@ def test_a_rotary_fraction_of_nothing_is_no_missing_one(name):
     changes = {"partial_rotary_factor": 0.0, "rotary_pct": 0.0, "rope_parameters": None, "rope_scaling": None}
     with pytest.raises(VitruvianError, match=r"rotary_fraction = 0\.0|partial_rotary_factor = 0\.0|rotary_pct = 0\.0"):
         from_huggingface({**config(name), **changes, "rope_theta": 1e4}, {}, "config.json")
+
+
+def test_the_fraction_that_bamba_does_not_take():
+    """Its class sets the key to 0.5 and takes another only in `rope_parameters`; the key was written, and ignored."""
+    old = {key: value for key, value in config("bamba").items() if key != "rope_parameters"}
+    with pytest.raises(UnsupportedError, match=r"partial_rotary_factor = 1\.0 is not supported for bamba, only 0\.5"):
+        from_huggingface(old | {"rope_theta": 1e4, "partial_rotary_factor": 1.0}, {}, "config.json")
+    inside = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0}
+    assert from_huggingface(old | {"rope_parameters": inside}, {}, "config.json").rotary_fraction == 1.0

@@ -18,6 +18,7 @@ from formats.families import FAMILIES
 from formats.families.family import Family
 from formats.huggingface.family_file import load
 from formats.huggingface.nulls import NULLABLE
+from formats.huggingface.rope import ORIGINAL
 from formats.huggingface.settings_table import USUAL
 
 HARMLESS = re.compile(
@@ -124,10 +125,11 @@ def _values(model: Model, table: Drafted) -> dict[str, Any]:
     for name in ("kv_heads", "head_dim"):
         if name not in keys:
             keys[name] = ""
-    used = {*keys.values(), *table.biases, *requires, WINDOW, SWITCH, "tie_word_embeddings"}
+    used = {*keys.values(), *table.biases, *requires, WINDOW, SWITCH, ORIGINAL, "tie_word_embeddings"}
     own = {key: value for key, value in model.defaults.items() if key not in used and not HARMLESS.fullmatch(key)}
     usual_values = {name: raw[key] for name, key in keys.items() if isinstance(raw.get(key), bool | int | float | str)}
     usual = {"rotary_fraction": rope.get("partial_rotary_factor")} if "rotary_fraction" in keys else {}
+    usual |= {ORIGINAL: model.defaults[ORIGINAL]} if ORIGINAL in model.defaults else {}
     excluded = OF_ONE_MODEL | ({"head_dim"} if keys["head_dim"] in ("", "head_dim") else set())
     shared_values = {name: value for name, value in usual_values.items() if name not in excluded}
     return {

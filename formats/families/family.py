@@ -78,7 +78,8 @@ class Family:
         keys: setting: its config key, where the family has a key of its own; empty where the family has no key for it,
             and the value follows from other settings or is in `defaults`.
         defaults: setting: the default of transformers where its config key is absent. Where `keys` has no key for
-            key/value heads, the number that all models have, if it is not the number of heads.
+            key/value heads, the number that all models have, if it is not the number of heads. Also
+            `original_max_position_embeddings`, where the class has one beside its rotary settings.
         biases: config key that turns biases on: the conditions of layout that hold with it, and its default in
             transformers.
         own: config keys that change what the model computes and that no other format has: their defaults in

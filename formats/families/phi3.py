@@ -2,7 +2,8 @@
 
 In Phi-4-mini three quarters of each head rotate. Its config takes one type of rope scaling (configuration_phi3.py
 `validate_rope`). A key `default_theta` is the base where there is no other, since it is an argument of the function that
-reads the rotary settings (`convert_rope_params_to_dict`).
+reads the rotary settings (`convert_rope_params_to_dict`). Its class has an `original_max_position_embeddings`, which takes
+precedence over that of `rope_scaling`.
 """
 
 from formats.families.blocks import FUSED_MLP, HEAD, NORMS
@@ -23,7 +24,7 @@ FAMILY = Family(
     scalings=("longrope",),
     window="sliding_window",
     keys={"rope_theta": "rope_theta default_theta", "rotary_fraction": "partial_rotary_factor"},
-    defaults={"rotary_fraction": 1.0},
+    defaults={"rotary_fraction": 1.0, "original_max_position_embeddings": 4096},
     mha=True,
     tokens={"eos_token_id": 32000, "pad_token_id": 32000},
 )

@@ -27,7 +27,7 @@ from formats.errors import RefusedError, UsageError, short
 from formats.families import FAMILIES
 from formats.families.family import Family
 from formats.huggingface.mtp import JOIN
-from formats.huggingface.rope import SCALING
+from formats.huggingface.rope import ORIGINAL, SCALING
 from formats.huggingface.settings_table import USUAL
 from formats.layout.lowering import lower
 from formats.layout.pattern import PatternError
@@ -329,7 +329,7 @@ def _check_table(family: Family, path: Path) -> None:
 
 def _check_settings(family: Family, path: Path) -> None:
     """Check that `keys` and `defaults` name settings, and those that the table needs (UsageError)."""
-    for name, known in (("keys", SETTINGS), ("defaults", (*SETTINGS, SCALING))):
+    for name, known in (("keys", SETTINGS), ("defaults", (*SETTINGS, SCALING, ORIGINAL))):
         unknown = sorted(set(getattr(family, name)) - set(known))
         if unknown:
             raise UsageError(

@@ -53,9 +53,11 @@ def rotary(parameters: str, theta: str, scaling: str, original: str, fraction: s
         kind = RENAMED.get(str(kind), kind)
         if kind in ORIGINAL_OF:
             usual = config.get(POSITIONS, context.values.get("max_positions"))
-            inner = settings.setdefault(original, config.get(original, usual))
-            if original in config and inner != config[original]:
-                values = f"{original} = {short(config[original])}, and {short(inner)} in its rotary settings"
+            of_class = family.defaults.get(original)
+            outer = assumed(original, of_class, context) if of_class else config.get(original)
+            inner = settings.setdefault(original, usual if outer is None else outer)
+            if outer is not None and inner != outer:
+                values = f"{original} = {short(outer)}, and {short(inner)} in its rotary settings"
                 hint = "transformers takes the first; correct either"
                 raise SourceError(f"{context.where} contradicts itself: {values}", hint)
         beside = config.get(PARTIAL) if fraction in ("", PARTIAL) else None  # the class of another key reads that alone
@@ -65,7 +67,7 @@ def rotary(parameters: str, theta: str, scaling: str, original: str, fraction: s
     def write(rope: Rope, context: Context) -> Spelled:
         family = family_named(context.values["family"])
         length = (rope.rope_scaling or {}).get(original)
-        outer = {original: length} if length and original in context.file else {}
+        outer = {original: length} if length and {original} & {*context.file, *family.defaults} else {}
         if parameters in context.file:
             maps = context.file[parameters]
             part = {} if rope.rotary_fraction is None else {PARTIAL: rope.rotary_fraction}

@@ -698,6 +698,21 @@ def test_the_longrope_of_phi_3_is_kept_whole_and_stays_out_of_megatron():
         to_megatron(spec)
 
 
+def test_an_original_length_that_the_class_of_phi_3_has():
+    """It is 4096 where config.json has none beside the rotary settings; we took the longest text."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    silent = config("phi3-tied", rope_parameters=rope)
+    silent.pop("original_max_position_embeddings", None)
+    spec = from_huggingface(silent, {}, "config.json")
+    for settings in (silent, to_huggingface(spec, {})):
+        theirs = AutoConfig.for_model(**deepcopy(settings))
+        scalings = (spec.rope_scaling, theirs.rope_parameters)
+        assert [scaling["original_max_position_embeddings"] for scaling in scalings] == [4096, 4096]
+    inside = silent | {"rope_parameters": rope | {"original_max_position_embeddings": 64}}
+    with pytest.raises(SourceError, match="original_max_position_embeddings = 4096, and 64 in its rotary settings"):
+        from_huggingface(inside, {}, "config.json")
+
+
 @pytest.mark.parametrize("rope", [LLAMA3, PLAIN_YARN])
 def test_an_original_length_beside_the_rotary_settings_is_that_of_transformers(rope):
     """transformers takes it before the one within them: two that differ are no model that somebody meant."""

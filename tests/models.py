@@ -415,8 +415,8 @@ HARMLESS = {
     "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "shared_expert_intermediate_size",
     "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
     "enable_moe_fp32_combine", "eod_token_id", "slow_but_exact", "mamba_chunk_size", "chunk_size", "num_logits_to_keep",
-    "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max",
-    "time_step_limit", "time_step_rank", "z_loss_coefficient", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+    "residual_in_fp32", "time_step_floor", "time_step_max",
+    "time_step_rank", "z_loss_coefficient", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
     "n_shared_experts", "expand", "use_mamba_kernels", "mtp_layers_block_type", "n_routed_experts",
     "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
     "embedding_initializer_range",
@@ -433,8 +433,8 @@ HARMLESS_HERE = {
     "falcon_11b": {"multi_query"},
     "mamba2": {"time_step_min"},
     "minimax_m3_vl_text": {"hidden_act"},
-    "nemotron_h": {"mamba_proj_bias", "norm_topk_prob"},
-    "nemotron_h_dense": {"mamba_proj_bias", "norm_topk_prob"},
+    "nemotron_h": {"mamba_proj_bias", "norm_topk_prob", "rescale_prenorm_residual", "time_step_limit"},
+    "nemotron_h_dense": {"mamba_proj_bias", "norm_topk_prob", "rescale_prenorm_residual", "time_step_limit"},
 }
 """Family: further ones, which other families require to have one value."""
 

@@ -15,7 +15,7 @@ from formats.disk.json_file import read_json
 from formats.disk.threads import Threads
 from formats.errors import SourceError, VerificationError, short
 from formats.families import family_named
-from formats.model.spec import ModelSpec, Verbatim
+from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.torch_files.saves import THREADS, entry_of
 
 LARGEST = 64 << 20
@@ -184,6 +184,14 @@ def contradictions(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[st
     return texts
 
 
+def completed(facts: Mapping[str, Any], spec: Spec) -> Mapping[str, Any]:
+    """The settings of a manifest; keys of the family's own that a former release did not record are as the spec's."""
+    own = facts.get("own", {})
+    if not (isinstance(spec, ModelSpec) and isinstance(own, Mapping)):
+        return facts
+    return {**facts, "own": {**spec.own, **own}}
+
+
 def check_manifest(source: Checkpoint) -> None:
     """Compare the settings and tensor names in the headers of a source with its manifest, if there is one.
 
@@ -206,21 +214,21 @@ def check_manifest(source: Checkpoint) -> None:
             f"{path} is of a model that a table describes, {short(facts.get('family'))}, and none does now: {spec.why}",
             "correct its config.json, or name its --family; --verbatim carries every tensor under its own name",
         )
-    decided = {*stated.values}
+    recorded, decided = completed(facts, spec), {*stated.values}
     if isinstance(spec, ModelSpec) and family_named(spec.family).file:
         decided.add("family")
-    here = {name: value for name, value in spec.settings().items() if name in facts and name not in decided}
-    wrong = {name: value for name, value in here.items() if value != facts[name]}
+    here = {name: value for name, value in spec.settings().items() if name in recorded and name not in decided}
+    wrong = {name: value for name, value in here.items() if value != recorded[name]}
     if wrong and stated.config is None:
         ways = " ".join(f"--set {quote(f'{name}={json.dumps(value)}')}" for name, value in wrong.items())
         raise VerificationError(
-            f"{source.root} and {path} differ in settings (here | there): {'; '.join(contradictions(wrong, facts))}",
+            f"{source.root} and {path} differ in settings (here | there): {'; '.join(contradictions(wrong, recorded))}",
             f"if that is meant: {'' if wrong.keys() & UNSETTABLE else f'{ways}, or '}remove {path}",
         )
-    recorded = digests.keys() - {*source.dropped}
-    odd = sorted(spec.shapes.keys() ^ recorded) if isinstance(spec, Verbatim) else []
+    known = digests.keys() - {*source.dropped}
+    odd = sorted(spec.shapes.keys() ^ known) if isinstance(spec, Verbatim) else []
     if odd:  # but for the second names of shared parameters
-        stored = {item.fragment for item in source.tensors if item.key in recorded}
+        stored = {item.fragment for item in source.tensors if item.key in known}
         odd = sorted({*odd} - {item.key for item in source.tensors if item.fragment in stored})
     if odd:
         raise VerificationError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from converters.assets.trusted import is_read_with_model
 from converters.common.manifest import (
     changed_files,
+    completed,
     contradictions,
     is_verbatim,
     read_manifest,
@@ -269,7 +270,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
             f"{checkpoint.spec.family}",
             f"leave the config out, or compare it with its source: convert verify {out} SRC",
         )
-    differing = contradictions(checkpoint.spec.settings(), facts)
+    differing = contradictions(checkpoint.spec.settings(), completed(facts, checkpoint.spec))
     changed = changed_files(checkpoint.home)
     notes = [UNCOMPARED_FILES] if changed is None else []
     if beside := unrecorded(checkpoint):

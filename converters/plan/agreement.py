@@ -27,6 +27,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import find_family
 from formats.huggingface.config import config_differences, from_huggingface, unknown_keys
 from formats.huggingface.folder import has_weights, read_files
+from formats.huggingface.layers import FULL
 from formats.huggingface.quantized import without_quantization
 from formats.layout.table import MTP
 from formats.model.coherence import FURTHER, Finding, contradictions, losses, predicts_further
@@ -268,7 +269,16 @@ def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
 def _as_read(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str] | None:
     """The differences of two configs as transformers reads them; None where it does not tell."""
     one, two = config_as_read(first), config_as_read(other)
-    return None if one is None or two is None else config_differences(one, two)
+    return None if one is None or two is None else config_differences(_without_plain(one), _without_plain(two))
+
+
+def _without_plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without `layer_types` by which no layer differs: a class that has no such key takes it for none."""
+    return {
+        name: _without_plain(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if not (name == "layer_types" and isinstance(value, list) and {*map(str, value)} == {FULL})
+    }
 
 
 APART = "config.json differs in keys that no tensor depends on"
@@ -294,7 +304,8 @@ def model_differences(source: Checkpoint, config: Mapping[str, Any], own: Mappin
     Args:
         source: the checkpoint.
         config: the config of the model in memory, as transformers writes it.
-        own: the checkpoint's config, where it has one, as the model's class reads it; compared if there is no table.
+        own: the checkpoint's config, where it has one, as the model's class reads it; compared if there is no table, or
+            a key is left to the class.
         where: what to call the model's config in an error.
 
     Raises:
@@ -305,4 +316,8 @@ def model_differences(source: Checkpoint, config: Mapping[str, Any], own: Mappin
     family = find_family(config)
     if family is None:
         return [f"family: {source.spec.family} | {config.get('model_type')}"]
-    return computing_differences(source.spec, from_huggingface(config, {}, where))
+    spec = from_huggingface(config, {}, where)
+    if source.config and class_tells(source.spec, spec):
+        lines = of_own(config_differences(own, config), spec)
+        return [*computing_differences(replace(source.spec, own=spec.own), spec), *lines]
+    return computing_differences(source.spec, spec)

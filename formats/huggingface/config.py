@@ -123,14 +123,13 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
 def config_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """The differences of two configs of a model without a table, as `key: one | other`; any key may matter.
 
-    A key that is null counts as absent. `layer_types` is compared where both configs have it. A key of a config that is
-    nested follows that of the config, as in `text_config.hidden_size`.
+    A key that is null counts as absent. A key of a config that is nested follows that of the config, as in
+    `text_config.hidden_size`.
     """
     differences = list[str]()
     for name in dict.fromkeys([*first, *second]):
         ours, theirs = first.get(name), second.get(name)
-        compared = name not in OF_NO_MODEL or (name == "layer_types" and name in first and name in second)
-        if name == "use_cache" or not compared:
+        if name == "use_cache" or (name in OF_NO_MODEL and name != "layer_types"):
             continue
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
             differences += [f"{name}.{line}" for line in config_differences(ours, theirs)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+from formats.checkpoint import MANIFEST
 from formats.disk.safetensors import read_safetensors
 from tests.faults.dcp_tools import refused, save
 from tests.faults.test_fsdp_optim_faults import training
@@ -163,3 +164,19 @@ def test_rows_that_the_user_leaves_out(model, convert, tmp_path, there, back):
     lines = "".join(f"{key} {document['tensors'][key]['blake3']}\n" for key in sorted(document["tensors"]))
     manifest.write_text(json.dumps({**document, "digest": blake3(lines.encode()).hexdigest()}))
     refused(convert(back, run, tmp_path / "damaged", *less), 6, "is damaged: 1 tensor differs from its vitruvian.json")
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
+def test_keys_that_a_former_release_did_not_record(written, convert, tmp_path, name):
+    """They are not compared; those that it recorded are."""
+    source = written(name)
+    manifest, config = json.loads((source / MANIFEST).read_text()), source / "config.json"
+    recorded = json.loads((source / MANIFEST).read_text())
+    del recorded["settings"]["own"]["time_step_limit"]
+    (source / MANIFEST).write_text(json.dumps(recorded))
+    assert convert("verify", source).code == 0
+    assert convert("hf2fsdp", source, tmp_path / "run").code == 0
+    (source / MANIFEST).write_text(json.dumps(manifest))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"time_step_limit": [0.1, 0.2]}))
+    for argv in (["verify", source], ["hf2fsdp", source, tmp_path / "other"]):
+        refused(convert(*argv), 6, "own.time_step_limit: [0.1, 0.2] | a list")

@@ -190,6 +190,22 @@ def test_a_longer_limit_is_another_model_where_the_scaling_computes_with_it(mode
         vitruvian.torch.load(shorter(scaled), scaled)
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "falcon_h1"])
+def test_keys_that_the_config_leaves_to_the_class(model, tmp_path, kind):
+    """The model has them written out: they were taken for another model's."""
+    source = tmp_path / "hf"
+    shutil.copytree(model(kind, "bfloat16"), source)
+    config = json.loads((source / "config.json").read_text())
+    left = {key: config[key] for key in config if key not in ("layer_types", "time_step_limit")}
+    (source / "config.json").write_text(json.dumps(left))
+    filled = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.bfloat16)
+    assert vitruvian.torch.load(filled, source).missing == ()
+    other = {"layer_types": config["layer_types"][::-1]} if "layer_types" in config else {"time_step_limit": [0.1, 0.2]}
+    strange = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **other), dtype=torch.bfloat16)
+    with pytest.raises(vitruvian.RefusedError, match=f"differ in 1 settings: {next(iter(other))}: "):
+        vitruvian.torch.load(strange, source)
+
+
 def test_a_model_without_a_table_with_other_settings_is_refused(tmp_path):
     config = AutoConfig.for_model("stablelm", **SMALL, partial_rotary_factor=0.5)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")

@@ -10,8 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig
 
 from converters.move import casts
+from formats.huggingface.layers import FULL, SLIDING
 from tests.fuzz.architectures import build, quiet
 from tests.models import WITHOUT_TABLE, files, nearest_bfloat16
 from tests.optimizers import add_optimizer
@@ -289,6 +291,39 @@ def test_settings_of_a_model_without_a_table(convert, tmp_path):
         for command in ("diff", "verify"):
             ran = convert(command, first, second)
             assert (ran.code != 0, key in ran.out + ran.err) == (True, True), ran.err
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_moe", "qwen3"])
+def test_layers_that_one_config_leaves_to_its_class(convert, model, tmp_path, kind):
+    """Without a table, `layer_types` was compared only where both configs have it."""
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    silent = changed(model(kind), tmp_path / "silent", **window)
+    config = json.loads((silent / "config.json").read_text())
+    (silent / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "layer_types"}))
+    derived = AutoConfig.from_pretrained(silent).layer_types
+    assert {*derived} == {FULL, SLIDING}
+    same = changed(silent, tmp_path / "same", layer_types=derived)
+    assert [convert(command, silent, same).code for command in ("diff", "verify")] == [0, 0]
+    for number, layers in enumerate(([SLIDING] * len(derived), derived[::-1])):
+        other = changed(silent, tmp_path / f"other{number}", layer_types=layers)
+        for argv in (["diff", silent, other], ["diff", other, silent], ["verify", other, silent]):
+            ran = convert(*argv)
+            assert (ran.code, "layer_types: " in ran.out + ran.err) == (6, True), ran.err
+        ran = convert("average", silent, other, tmp_path / "mean")
+        assert (ran.code, "layer_types: " in ran.err) == (5, True), ran.err
+
+
+@pytest.mark.parametrize("key", [{"time_step_limit": [0.1, 0.2]}, {"rescale_prenorm_residual": True}])
+def test_what_a_mamba2_computes_with(convert, model, tmp_path, key):
+    """Its class clamps the time steps, and divides weights of the second; no table knew the keys."""
+    base, (name,) = model("mamba2"), key
+    other = changed(base, tmp_path / "other", **key)
+    for command in ("diff", "verify"):
+        ran = convert(command, base, other)
+        assert (ran.code, f"{name}: " in ran.out + ran.err) == (6, True), ran.err
+    assert convert("hf2fsdp", base, tmp_path / "run").code == 0
+    ran = convert("fsdp2hf", tmp_path / "run", tmp_path / "hf", "--config", other)
+    assert (ran.code, f"{name}: " in ran.err) == (5, True), ran.err
 
 
 def test_shapes_of_a_model_without_a_table(convert, tmp_path):

@@ -21,7 +21,6 @@ from converters.library.torch_tensor import as_torch, dtype_of
 from converters.library.view import Tensor
 from converters.plan.agreement import model_differences
 from formats.errors import RefusedError, UnsupportedError, UsageError, some
-from formats.model.spec import Verbatim
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -202,7 +201,7 @@ def _require_settings(model: nn.Module, checkpoint: Checkpoint) -> None:
     if not (getattr(config, "model_type", "") and hasattr(config, "to_json_string")):
         return
     source = checkpoint.source
-    own = _written(type(config).from_dict(dict(source.config or {}))) if isinstance(source.spec, Verbatim) else {}
+    own = _written(type(config).from_dict(dict(source.config))) if source.config else {}
     where = f"the config of {type(model).__name__}"
     changed = model_differences(source, _written(config), own, where)
     names = [text.partition(":")[0] for text in changed]

@@ -78,6 +78,10 @@ class RefusedError(VitruvianError):
     exit_code = 5
 
 
+class ContradictionError(RefusedError):
+    """Two descriptions of one model differ in its settings."""
+
+
 class VerificationError(VitruvianError):
     """Two values that have to be equal differ, such as two copies of a tensor."""
 

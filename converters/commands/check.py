@@ -36,7 +36,7 @@ from formats.errors import (
 )
 
 if TYPE_CHECKING:
-    from converters.library.proving import Effects
+    from converters.library.effects import Effects
     from converters.move.journal import Share
 
 
@@ -185,7 +185,7 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
         SourceError: the files do not belong together, or some are missing.
         VerificationError: copies of a tensor differ.
     """
-    from converters.library.proving import own_config
+    from converters.library.effects import own_config
     from converters.prove.belonging import require_one_checkpoint
     from formats.registry import is_known
 
@@ -245,7 +245,7 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
 
 def _effects(options: Mapping[str, Any], quiet: bool) -> Effects:
     """The settings and limits with which a proof opens and reads checkpoints, from the options of a command."""
-    from converters.library.proving import Effects
+    from converters.library.effects import Effects
     from converters.plan.request import Limits
 
     limits = Limits(options["threads"], options["memory"], options["replicas"])

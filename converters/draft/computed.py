@@ -6,6 +6,7 @@ multiple of one vector, an MLP is linear in `up`, and a rotation moves an elemen
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
@@ -105,10 +106,12 @@ def norms(model: Any) -> dict[str, str]:
     """The role of each norm, by its name with `{layer}`: `input_norm`, `post_norm`, `output_norm` or `down_norm`.
 
     A norm whose input is the output of attention or of an MLP is the `output_norm` or `down_norm`; a norm whose input
-    is the residual is the `input_norm` before attention, and after attention the `post_norm`, before the MLP.
+    is the residual is the `input_norm` before attention, and after attention the `post_norm`, before the MLP. What a
+    block gives that adds the residual itself is the residual.
     """
     import torch
 
+    adding = _adding(model)
     made: dict[int, str] = {}
     alive: list[Any] = []
     roles: dict[str, str] = {}
@@ -119,11 +122,12 @@ def norms(model: Any) -> dict[str, str]:
 
         def hook(_: Any, given: Any, named: Any, output: Any) -> None:
             first = next(iter([*given, *named.values()]))
-            result = output[0] if isinstance(output, tuple) else output
+            result = _first(output)
             alive.extend([first, result])  # so that no other tensor has its id
             if not NORM.search(last):
-                made[id(result)] = "attention" if ATTENTION.search(last) else "mlp"
-                made[hash(layer)] = made[hash(layer)] if made[id(result)] == "mlp" and hash(layer) in made else "after"
+                made[hash(layer)] = "after"
+                if name not in adding:
+                    made[id(result)] = "attention" if ATTENTION.search(last) else "mlp"
                 return
             after = {"attention": "output_norm", "mlp": "down_norm"}.get(made.get(id(first), ""))
             roles[key] = after or ("post_norm" if hash(layer) in made else "input_norm")
@@ -136,6 +140,30 @@ def norms(model: Any) -> dict[str, str]:
     for block in hooks:
         block.remove()
     return roles
+
+
+def _adding(model: Any) -> set[str]:
+    """The blocks that add the residual themselves: their output is not zero where all of their parameters are."""
+    import torch
+
+    still, adding = copy.deepcopy(model), set[str]()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _, __, output: adding.update({name} if _first(output).abs().max() > 0 else ())
+
+    with torch.no_grad():
+        for name, block in blocks(still).items():
+            if not NORM.search(name.rpartition(".")[2]):
+                for parameter in block.parameters():
+                    parameter.zero_()
+                block.register_forward_hook(note(name))
+        logits(still)
+    return adding
+
+
+def _first(output: Any) -> Any:
+    """What a block gives, without what comes beside it."""
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 def is_order(pattern: str, sizes: Mapping[str, int], model: Any, name: str) -> bool:
@@ -198,9 +226,7 @@ def gated_order(model: Any, name: str, dim: int) -> tuple[bool, bool] | None:
     assert layer is not None
     rest = name[layer.end() + 1 :].partition(".")[0]
     block, weight, kept = dict(model.named_modules())[f"{layer[0]}.{rest}"], dict(model.named_parameters())[name], []
-    hook = block.register_forward_hook(
-        lambda _, __, output: kept.append(output[0] if isinstance(output, tuple) else output)
-    )
+    hook = block.register_forward_hook(lambda _, __, output: kept.append(_first(output)))
 
     def linear(part: Any) -> bool:
         was, change = part.clone(), torch.randn(part.shape, generator=torch.Generator().manual_seed(2)) / 64

@@ -112,15 +112,20 @@ class Model:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The config keys that only this class has, and their default values."""
+        """The config keys that only this class has, and their default values.
+
+        Raises:
+            UnsupportedError: the class refuses its own defaults, or has a value for each layer in the place of one.
+        """
         from transformers import PreTrainedConfig
 
         shared = {field_of_class.name for field_of_class in fields(PreTrainedConfig)}
-        config = self.config_class()
         names = [
             field_of_class.name for field_of_class in fields(self.config_class) if field_of_class.name not in shared
         ]
-        return {name: getattr(config, name, None) for name in names}
+        with by_transformers(self.architecture):
+            config = self.config_class()
+            return {name: getattr(config, name, None) for name in names}
 
     @cached_property
     def keys(self) -> dict[str, str]:

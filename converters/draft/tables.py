@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 from converters.draft import computed
-from converters.draft.probes import SIZES, Model, Probe
+from converters.draft.probes import BY_HAND, SIZES, Model, Probe
 from converters.draft.roles import patterns, roles_of
 from formats.errors import UnsupportedError
+from formats.layout.tensors import TENSORS
 
 ROUTED = re.compile(r"(?:expert|router|shared)_|router")
 """Tensors of layers with experts."""
@@ -75,7 +77,12 @@ def template(name: str) -> str:
 
 
 def drafted(model: Model) -> Drafted:
-    """The drafted table of a model."""
+    """The drafted table of a model.
+
+    Raises:
+        UnsupportedError: the class cannot be built or run with the sizes of a tiny model, or its layers are of kinds
+            that no line tells apart.
+    """
     fixed, biases, extra = list[str](), dict[str, tuple[str, bool]](), dict[str, Any]()
     full, choices = model.untied, dict[str, str]()
     for key, (off, on) in _switches(model).items():
@@ -94,7 +101,9 @@ def drafted(model: Model) -> Drafted:
         elif added or removed:
             fixed.append(key)
     asked = _Asked(model, full)
-    rows = list(_rows([model.probe(number, **full) for number in (0, 1)], asked))
+    probes = [model.probe(number, **full) for number in (0, 1)]
+    rows = list(_rows(probes, asked))
+    _require_one_kind(rows, probes[0].memory, model.architecture)
     if extra:
         known = {row.key for row in rows}
         others = _rows([model.probe(number, **{**full, **extra}) for number in (0, 1)], asked)
@@ -108,6 +117,25 @@ def drafted(model: Model) -> Drafted:
         for row in heads
     ]
     return Drafted((*rows, *tied), biases, tuple(fixed))
+
+
+def _require_one_kind(rows: Sequence[Row], memory: Iterable[str], architecture: str) -> None:
+    """Refuse a model whose layers have one logical tensor under several names, each name in layers of its own.
+
+    Raises:
+        UnsupportedError: it is such a model: which layers are of which kind, no line of a draft can say.
+    """
+    layers: dict[str, set[str]] = {}
+    for name in memory:
+        layers.setdefault(template(name), set()).update(re.findall(r"(?<=\.)\d+(?=\.)", name)[:1])
+    in_layers = [row for row in rows if row.tensors and layers.get(row.key)]
+    for one, other in combinations(in_layers, 2):
+        if one.tensors == other.tensors and layers[one.key].isdisjoint(layers[other.key]):
+            raise UnsupportedError(
+                f"layers of {architecture} are of several kinds: {' and '.join(one.tensors)} is {one.key} in some and "
+                f"{other.key} in others, and a draft has one line for all",
+                BY_HAND,
+            )
 
 
 def _switches(model: Model) -> dict[str, tuple[Any, Any]]:
@@ -212,7 +240,8 @@ def _row(
     roles = roles_of(key)
     stem, _, kind = key.rpartition(".")
     if stem in asked.norms and computed.NORM.search(stem.rpartition(".")[2]):
-        roles = [(asked.norms[stem] + ("_bias" if kind == "bias" else ""),)]
+        norm = asked.norms[stem] + ("_bias" if kind == "bias" else "")
+        roles = [(norm,)] if norm in TENSORS else []
     for tensors in roles:
         for pattern in patterns(tensors, shapes, sizes, key, turned=probes[0].input_major):
             if len(tensors) == 1:

@@ -19,24 +19,21 @@ from converters.common.manifest import (
     remembered_states,
     total,
 )
-from converters.common.progress import Progress, Tell
+from converters.library.effects import Effects, own_config
 from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
 from converters.move.journal import Share
 from converters.plan.agreement import APART, file_differences, setting_differences
 from converters.plan.names import with_same_names
-from converters.plan.opening import open_source, require_effect, require_family, require_known
 from converters.plan.plan import Job, Plan
-from converters.plan.request import Limits
 from converters.plan.targets import plan_reading
 from converters.prove.belonging import has_optimizer
 from converters.prove.diff import Difference, compare
 from converters.prove.resumed import digests, has_journal, journal_of
 from converters.prove.sources import unrecorded
-from formats.checkpoint import ASSETS, MANIFEST, Checkpoint, Settings
+from formats.checkpoint import ASSETS, MANIFEST, Checkpoint
 from formats.errors import OptionNeededError, SourceError, UsageError, VerificationError, some
 from formats.huggingface import folder as huggingface
-from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.model.spec import ModelSpec, Spec, Verbatim
 
 if TYPE_CHECKING:
@@ -195,30 +192,6 @@ class Differences:
 # --- what the commands do --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Effects:
-    """How checkpoints are opened and read for a proof: settings, limits, a family of the user's own, and progress."""
-
-    settings: Settings
-    limits: Limits
-    family: Family | None = None
-    quiet: bool = True
-    tell: Tell | None = None
-
-    def progress(self, what: str, nbytes: int) -> Progress:
-        """A progress display for a step of the work."""
-        return Progress(what, nbytes, self.quiet, self.tell)
-
-    def open(self, path: Path, settings: Settings, *others: Checkpoint, alone: bool = True) -> Checkpoint:
-        """Open a checkpoint; if it is the last one, each setting has to have an effect on one of the checkpoints."""
-        source = open_source(path, settings)
-        if alone or others:
-            require_effect(settings if alone else self.settings, source, *others)
-            require_family(self.family, source, *others)
-            require_known(settings.accept, source, *others)
-        return source
-
-
 def digest_with(source: Checkpoint, effects: Effects) -> Digest:
     """The digests of an opened checkpoint."""
     digests = _hashed(plan_reading(source).jobs, effects)
@@ -293,7 +266,7 @@ def _resumed(out: Path, effects: Effects, share: Share | None, plan: Plan) -> di
 
 def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
     checkpoint = effects.open(out, own_config(out, effects.settings), alone=False)
-    source = effects.open(src, own_config(src, effects.settings, out), checkpoint, alone=False)
+    source = effects.open_beside(src, out, checkpoint)
     checkpoint, source = with_same_names(checkpoint, source)
     differing = setting_differences(checkpoint, source)
     jobs = plan_reading(source).jobs
@@ -351,8 +324,8 @@ def _are_weights(state: Checkpoint, checkpoint: Checkpoint) -> bool:
 
 def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False) -> Differences:
     """The differences between two checkpoints of any formats, tensor by tensor; `measured`: with distances."""
-    first = effects.open(one, own_config(one, effects.settings, two), alone=False)
-    second = effects.open(two, own_config(two, effects.settings, one), first, alone=False)
+    first = effects.open_beside(one, two)
+    second = effects.open_beside(two, one, first)
     first, second = with_same_names(first, second)
     left, right = plan_reading(first), plan_reading(second)
     with effects.progress("comparing", left.nbytes) as progress:
@@ -369,15 +342,6 @@ def _keys(spec: Spec) -> dict[str, str]:
         return {}
     slots = huggingface.model_slots(spec)
     return {tensor: slot.rule.spellings[0] for slot in reversed(slots) for tensor in slot.rule.pattern.tensors}
-
-
-def own_config(path: Path, settings: Settings, other: Path | None = None) -> Settings:
-    """The settings for one of two checkpoints, with its own config, else the one given, else that of the other."""
-    own = (path / "config.json").is_file()
-    if other is not None and settings.config is None and (other / "config.json").is_file():
-        knows_itself = any(form.reader.detect(path) for form in (DIST, MEGATRON, MEGATRON_FSDP))
-        return replace(settings, config=None if own or knows_itself else other)
-    return replace(settings, config=None if own else settings.config)
 
 
 def _hashed(jobs: Iterable[Job], effects: Effects, checked: bool = True) -> dict[str, str]:

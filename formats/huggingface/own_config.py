@@ -96,7 +96,8 @@ def _key_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], setting
     they are written, a null is no value, since it may stand for a default.
     """
     kinds = ours.get("model_type"), theirs.get("model_type")
-    written = config_differences(*_shared(_comparable(ours, nulls=False), _comparable(theirs, nulls=False)))
+    spelled = (_comparable(config, nulls=False) for config in (ours, theirs))
+    written = config_differences(*_shared(*spelled, whole=(LAYER_CONFIG,)))
     if kinds[0] != kinds[1]:
         return [f"model_type: {short(kinds[0])} | {short(kinds[1])}", *written]
     if settings.as_read is None or _comparable(ours) == _comparable(theirs):
@@ -104,7 +105,7 @@ def _key_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], setting
     one, other = settings.as_read(ours), settings.as_read(theirs)
     if one is None or other is None:
         return written
-    return config_differences(*_shared(_comparable(one), _comparable(other), whole=(PARAMETERS,)))
+    return config_differences(*_shared(_comparable(one), _comparable(other), whole=(PARAMETERS, LAYER_CONFIG)))
 
 
 def _spec_of(config: dict[str, Any], where: str, settings: Settings) -> ModelSpec | None:
@@ -141,7 +142,7 @@ def _comparable(config: Mapping[str, Any], *, nulls: bool = True) -> dict[str, A
 
 
 def _shared(
-    one: Mapping[str, Any], other: Mapping[str, Any], *, whole: Collection[str] = ()
+    one: Mapping[str, Any], other: Mapping[str, Any], *, whole: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two configs, and those nested in them, with the keys that both have; what is in `whole` keeps all of its own."""
     both = {name: (one[name], other[name]) for name in one if name in other}

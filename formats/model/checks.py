@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from formats.errors import RefusedError, SourceError, UnsupportedError, VitruvianError, short
+from formats.errors import ContradictionError, SourceError, UnsupportedError, VitruvianError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.layout.table import MTP
@@ -167,7 +167,7 @@ def require_same_settings(
         may_differ: settings in which they may differ.
 
     Raises:
-        RefusedError: they differ in another setting.
+        ContradictionError: they differ in another setting.
     """
     contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in may_differ]
     hint = "decide with --set NAME=VALUE, or give the right config with --config"
@@ -178,10 +178,10 @@ def require_no_contradictions(differing: Iterable[str], both: str, columns: str,
     """Refuse two descriptions of one model that differ, as `name: one | other`.
 
     Raises:
-        RefusedError: they differ.
+        ContradictionError: they differ.
     """
     if lines := [*differing]:
-        raise RefusedError(f"{both} contradict each other ({columns}): {'; '.join(lines)}", hint)
+        raise ContradictionError(f"{both} contradict each other ({columns}): {'; '.join(lines)}", hint)
 
 
 def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...] | None]:

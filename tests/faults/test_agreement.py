@@ -20,6 +20,7 @@ from formats.checkpoint import Settings
 from formats.huggingface import own_config
 from tests.faults.dcp_tools import refused, save, weights, with_config
 from tests.fuzz.architectures import as_shards, build, quiet
+from tests.models import settings_of
 
 KINDS = {
     "qwen3_vl": "model.language_model.", "qwen2_5_vl": "model.language_model.", "llava": "model.language_model.",
@@ -683,6 +684,23 @@ def test_settings_of_a_generation_are_no_settings_of_a_model():
     base = {"model_type": "whisper", "forced_decoder_ids": [[1, 2]], "suppress_tokens": [9], "auto_map": {"C": "c.C"}}
     for settings in (Settings(as_read=dict), Settings()):
         assert own_config._key_differences(run, base, settings) == []
+
+
+def test_a_setting_of_single_layers_that_one_of_two_configs_lacks():
+    """The class of Gemma 4 makes such settings itself, which it spells out as it saves a config."""
+    from transformers import AutoConfig
+
+    base = settings_of("gemma4_text")
+    spelled = json.loads(AutoConfig.for_model(**base).to_json_string())["per_layer_config"]
+    assert spelled
+    layer = next(str(number) for number in range(base["num_hidden_layers"]) if str(number) not in spelled)
+    run = base | {"per_layer_config": {**spelled, layer: {"rms_norm_eps": 0.3}}}
+    written = base | {"per_layer_config": spelled}
+    settings = Settings(as_read=lambda config: meta_model.report({"config": config})["config"])
+    for other in (base, written):
+        assert own_config._key_differences(run, other, settings) == [f"per_layer_config.{layer}: a dict | None"]
+    assert own_config._key_differences(run, written, Settings()) == [f"per_layer_config.{layer}: a dict | None"]
+    assert own_config._key_differences(base, written, settings) == []
 
 
 def test_a_rotary_setting_that_one_of_two_configs_lacks():

@@ -104,6 +104,15 @@ def test_fusions_and_norms_of_a_class():
     assert read(fields).family == "nemotron"
 
 
+@pytest.mark.parametrize("kind", ["megatron.bridge.models.gpt_provider.GPTModelProvider", f"{NEMO}.base.GPTConfig"])
+def test_the_norm_of_a_class(kind):
+    """megatron-core's default is a LayerNorm; the classes of a family have that of the family."""
+    for fields in (of_class(kind, without=("normalization",)), of_class(kind, normalization="LayerNorm")):
+        with pytest.raises(UnsupportedError, match="normalization = 'LayerNorm'"):
+            read(fields)
+    assert read(of_class(f"{NEMO}.llama.Llama3Config8B", without=(*CORE, "normalization"))).family == "llama"
+
+
 @pytest.mark.parametrize("size", ["", "8x7B"])
 def test_the_router_of_a_class_whose_releases_differ(size):
     """True in NeMo up to 2.3.2, False since 2.4.0; transformers' Mixtral is the second."""

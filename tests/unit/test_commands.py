@@ -22,7 +22,7 @@ from formats.model import accepted
 from formats.registry import FORMATS
 from tests.faults.dcp_tools import refused
 from tests.megatron_runs import with_args
-from tests.models import files, settings_of
+from tests.models import build, files, settings_of
 from train.cli import cli as train_cli
 
 
@@ -394,6 +394,27 @@ def test_diff_finds_one_changed_weight_and_says_by_how_much(model, convert, tmp_
     assert differing["up.2"]["largest"] == pytest.approx(0.5)
     assert differing["final_norm"]["largest"] == float("inf")
     assert "up.2" in convert("verify", tmp_path / "m", other).err
+
+
+@pytest.mark.parametrize("form", ["neox", "nanotron"])
+@pytest.mark.parametrize("config", ["its own", "none"])
+def test_a_setting_that_differs_from_the_config_of_the_other_side_is_a_difference(
+    model, convert, tmp_path, form, config
+):
+    """The config that a checkpoint without one borrows there contradicts it."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert convert("to", form, model("llama"), run).code == 0
+    if config == "none":
+        shutil.rmtree(run / "huggingface")
+    assert convert("diff", run, model("llama")).code == 0
+    build(other, "llama", "float32", rms_norm_eps=0.125)
+    own = json.loads((model("llama") / "config.json").read_text())["rms_norm_eps"]
+    ran = convert("diff", run, other)
+    assert (ran.code, f"setting norm_epsilon: {own} | 0.125\n" in ran.out) == (6, True), ran.err
+    ran = convert("diff", other, run)
+    assert (ran.code, f"setting norm_epsilon: 0.125 | {own}\n" in ran.out) == (6, True), ran.err
+    refused(convert("verify", other, run), 6, f"norm_epsilon: 0.125 | {own}")
+    refused(convert("diff", run, model("llama"), "--config", other), 5, "contradict each other")
 
 
 def test_diff_compares_types_as_numbers_and_settings_by_name(model, convert, tmp_path):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from converters.draft import computed
 from converters.draft.computed import Rotation, rotation, single_threaded, tiny_model, without_warnings
 from converters.draft.probes import model_of
 from converters.draft.tables import PART_BY_NEIGHBOURS, drafted
@@ -190,12 +191,50 @@ def test_a_class_that_computes_nothing_with_such_sizes_is_refused(convert, tmp_p
         ("lfm2_moe", "no tiny Lfm2MoeForCausalLM, in which every size is another number: TypeError"),
         ("gpt_neo", "no tiny GPTNeoForCausalLM, in which every size is another number: StrictDataclass"),
         ("diffllama", "ValueError: DiffLlama requires `num_key_value_heads` to be even"),
+        ("gemma4_text", "AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute"),
+        ("dots3_note_text", "AmbiguousGlobalPerLayerAttributeError: 'num_attention_heads' is a per-layer attribute"),
+        ("gemma4_assistant", "ValueError: hidden_size_per_layer_input must be 0"),
     ],
 )
 def test_a_class_that_cannot_be_built_with_such_sizes_is_refused(name, reason):
     with single_threaded(), without_warnings(), pytest.raises(UnsupportedError, match=re.escape(reason)) as refused:
         drafted(model_of(name))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        ("bloom", {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}),
+        ("megatron-bert", {"ln": "post_norm"}),
+        ("xlm-roberta-xl", {"LayerNorm": "post_norm"}),
+    ],
+)
+def test_a_block_that_adds_the_residual_itself(name, norms):
+    """What it gives is the residual, and a norm of that is none of the block's output."""
+    with single_threaded(), without_warnings():
+        rows = drafted(model_of(name)).rows
+    patterns = {row.key.rpartition("{layer}.")[2]: row.pattern for row in rows if "{layer}" in row.key}
+    for norm, tensor in norms.items():
+        assert patterns[f"{norm}.weight"] == f"{tensor}: hidden"
+        assert patterns[f"{norm}.bias"] == f"{tensor}_bias: hidden"
+
+
+def test_a_bias_that_no_table_knows_is_not_guessed(monkeypatch):
+    monkeypatch.setattr(computed, "norms", lambda _: {"transformer.h.{layer}.input_layernorm": "down_norm"})
+    with single_threaded(), without_warnings():
+        rows = {row.key.rpartition(".h.{layer}.")[2]: row for row in drafted(model_of("bloom")).rows}
+    assert rows["input_layernorm.weight"].pattern == "down_norm: hidden"
+    assert rows["input_layernorm.bias"].doubt.startswith("not guessed: [hidden")
+
+
+@pytest.mark.parametrize(("name", "other"), [("minimax", "self_attn.out_proj"), ("lfm3", "conv.out_proj")])
+def test_layers_of_several_kinds_are_refused(convert, tmp_path, name, other):
+    ran = convert("family", name, tmp_path / "draft.toml")
+    assert (ran.code, "of several kinds: output is model.layers.{layer}." in ran.err) == (4, True)
+    assert f"{other}.weight in" in ran.err
+    assert "by hand" in ran.err
+    assert not (tmp_path / "draft.toml").exists()
 
 
 def test_what_transformers_does_not_know_is_refused(convert):

@@ -19,7 +19,7 @@ from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface.nanotron import special_tokens
 from formats.huggingface.nanotron.codecs import CODECS, COUNT, LLAMA, MARKS, QWEN2, checked_in_file
-from formats.model.checks import checked, lost_setting
+from formats.model.checks import checked, lost_setting, require_no_contradictions
 from formats.model.codec import read, rows, write
 from formats.model.settings import FIXED, TYPES, corrected
 from formats.model.spec import ModelSpec, differences
@@ -169,13 +169,10 @@ def _confirmed(values: dict[str, Any], overrides: Mapping[str, Any], base: Model
         values["max_positions"] = base.max_positions
     spec = checked(values | {"notes": tuple(notes)}, corrected(where, overrides))
     differing = [line for line in differences(spec, base) if line.partition(":")[0] not in overrides] if base else []
-    if differing:
-        decided = {line.partition(":")[0] for line in differing} & {*TYPES}
-        ways = [f"decide with --set {name}=VALUE" for name in sorted(decided)]
-        raise RefusedError(
-            f"{where} and its config contradict each other (nanotron | config): {'; '.join(differing)}",
-            ", ".join([*ways, f"{'or ' * bool(ways)}give the right config with --config"]),
-        )
+    decided = {line.partition(":")[0] for line in differing} & {*TYPES}
+    ways = [f"decide with --set {name}=VALUE" for name in sorted(decided)]
+    hint = ", ".join([*ways, f"{'or ' * bool(ways)}give the right config with --config"])
+    require_no_contradictions(differing, f"{where} and its config", "nanotron | config", hint)
     return spec
 
 

@@ -7,6 +7,7 @@ tensors: heads, biases, norms of queries and keys, experts, a head of its own. W
 Facts: NeMo 2.0 to 2.5, collections/llm/gpt/model/ (base, llama, mistral, mixtral, qwen3); Megatron-Bridge
 0.1 to 0.6, models/gpt_provider.py and llama/llama_provider.py, which 0.4 has no more. Classes of Llama 3.1 scale twice
 where `rope_scaling` is on too: megatron-core builds the scaled frequencies, and the class scales them (`provide`).
+Norms are those of megatron-core 0.13 to 0.19, transformer/transformer_config.py, where a class has none of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ POSITIONS = "max_position_embeddings"
 NEMO, BRIDGE = r"nemo\.collections\.llm\.gpt\.model\.", r"megatron\.bridge\.models\."
 DEFAULTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (rf"{BRIDGE}.*", {"rope_scaling_factor": 1.0}),
+    (rf"{BRIDGE}gpt_provider\.GPTModelProvider|{NEMO}base\.\w+", {"normalization": "LayerNorm"}),
     (rf"{NEMO}mistral\.MistralConfig7B", {"window_size": [4096, 0]}),
     (rf"{NEMO}(base\.GPTConfig\d|llama\.|mixtral\.)\w+|{BRIDGE}llama\..*", {"bias_activation_fusion": True}),
     (rf"{NEMO}base\.GPTConfig175B", {"layernorm_zero_centered_gamma": True}),

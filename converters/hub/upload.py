@@ -23,6 +23,16 @@ from shlex import join, quote
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from converters.assets.files import QUANTIZATION
+from converters.assets.token_files import (
+    ADDED,
+    NAMED_TEMPLATES,
+    OLD_TEMPLATE,
+    SPECIAL,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from converters.common.atomic import handling_signals
 from converters.common.hub_names import one_line
 from converters.hub.files import File
@@ -36,7 +46,9 @@ from formats.errors import (
     UsageError,
     VerificationError,
     VitruvianError,
+    some,
 )
+from formats.huggingface.lora_config import CONFIG as ADAPTER
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -52,6 +64,19 @@ XET = {"HF_XET_DATA_MAX_CONCURRENT_FILE_INGESTION": "1", "HF_XET_CLIENT_AC_MAX_U
 """hf_xet 1.8.0 would read 8 files at a time and send 64 blocks of 64 MB: that takes gigabytes."""
 LOGIN = "hf auth login   # or set HF_TOKEN to a token that may write"
 PULLS = "refs/pr/"
+STALE = {
+    (ADAPTER, "adapter_model.*"): "transformers would load the base of an adapter, or add the adapter to the model",
+    WEIGHTS: "frameworks would mix the weights of two models",
+    QUANTIZATION: "frameworks would take the weights for quantized ones",
+    (TEMPLATE, OLD_TEMPLATE, f"{NAMED_TEMPLATES}*.jinja"): "a chat template of another model would be taken",
+    (TOKENIZER, TOKENIZER_CONFIG, ADDED, SPECIAL, "tekken.json"): "tokens of another tokenizer would be read",
+}
+"""Patterns of files that are loaded from a repository beside those that were sent, and what would come of it.
+
+Facts: transformers 5.23.0, models/auto/auto_factory.py (an adapter_config.json names the model that is loaded),
+tokenization_utils_base.py `from_pretrained`, models/auto/tokenization_auto.py (tekken.json); vLLM,
+transformers_utils/config.py `get_config` (hf_quant_config.json). pytorch_model.bin is not taken beside safetensors,
+code only if config.json names it, and generation_config.json has defaults alone."""
 STOPPED = "stopped by a signal; complete files are not sent again"
 
 
@@ -95,7 +120,8 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
 
     Raises:
         UsageError: the Hub refuses: token, rights, names.
-        RefusedError: the repository is public and should not be, or would hold the weights of two models.
+        RefusedError: the repository is public and should not be, or holds files that would be loaded with those of the
+            plan (`STALE`).
         NetworkError: the Hub cannot be reached.
         VerificationError: the commit on the Hub differs from the plan.
         Interrupted: Control-C, before files are sent; later a signal ends the process with the same exit code.
@@ -190,7 +216,8 @@ def _prepared(api: HfApi, plan: Push, target: str) -> ModelInfo:
     """Create the repository and the branch if they do not exist, and refuse them if they conflict with the plan.
 
     Raises:
-        RefusedError: the repository is public and should not be, or has weights of another model.
+        RefusedError: the repository is public and should not be, or holds files that would be loaded with those of the
+            plan (`STALE`).
     """
     api.create_repo(plan.repo, private=plan.private, exist_ok=True)
     info = api.model_info(plan.repo, files_metadata=True)
@@ -200,17 +227,27 @@ def _prepared(api: HfApi, plan: Push, target: str) -> ModelInfo:
         if not target.startswith(PULLS):
             api.create_branch(plan.repo, branch=target, exist_ok=True)
         info = api.model_info(plan.repo, revision=target, files_metadata=True)
-    sent = {file.name for file in plan.files}
-    names = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename not in sent]
-    stale = [name for name in names if any(fnmatchcase(name, sibling) for sibling in WEIGHTS) and "/" not in name]
+    names = _unsent(plan, info)
+    stale = list(dict.fromkeys(name for patterns in STALE for name in names if _matches(name, patterns)))
     if stale:
-        shown = ", ".join(stale[:3]) + (" …" if len(stale) > 3 else "")
+        why = [why for patterns, why in STALE.items() if any(_matches(name, patterns) for name in stale)]
         where = f" --revision {quote(target)}" if target != MAIN else ""
         raise RefusedError(
-            f"{plan.repo} holds {shown}, which {plan.folder} does not: frameworks would mix the weights of two models",
+            f"{plan.repo} holds {some(stale, 3)}, which {plan.folder} does not: {', and '.join(why)}",
             f"hf repos delete-files {plan.repo}{where} {join(_globs(stale))}",
         )
     return info
+
+
+def _unsent(plan: Push, info: ModelInfo) -> list[str]:
+    """The files of a revision on the Hub that are not in the plan."""
+    sent = {file.name for file in plan.files} | {".gitattributes"}
+    return [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename not in sent]
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a file has a name of one of the patterns, in the folder that the pattern names."""
+    return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in patterns)
 
 
 def _globs(names: Iterable[str]) -> list[str]:
@@ -247,15 +284,10 @@ def _ended_by_signals(staging: str, retry: str) -> Iterator[None]:
         yield
 
 
-def _kept(plan: Push, info: ModelInfo) -> list[str]:
+def _kept(plan: Push, info: ModelInfo) -> Iterator[str]:
     """A note on files on the Hub that are not in the plan."""
-    sent = {file.name for file in plan.files} | {".gitattributes"}
-    names = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename not in sent]
-    return (
-        [f"{plan.repo} also holds {len(names)} files that are not in {plan.folder}, such as {names[0]}"]
-        if names
-        else []
-    )
+    if names := _unsent(plan, info):
+        yield f"{plan.repo} also holds {len(names)} files that are not in {plan.folder}: {some(names, 5)}"
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ def push(
 
     Raises:
         UsageError: there is no token, or a name is not valid on the Hub.
-        RefusedError: the folder is not fit to be published.
+        RefusedError: the folder is not fit to be published; or the repository is public and should not be, or holds
+            files that would be loaded with those of the folder.
         VerificationError: the weights are not those of the manifest, or the Hub's files differ after the upload.
         NetworkError: the Hub cannot be reached.
     """

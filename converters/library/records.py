@@ -123,7 +123,7 @@ def notes_of(plan: Plan) -> list[str]:
     padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
     if padding > 0 and plan.output_jobs is None:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")
-    return [*notes, *manifest_notes(plan)]
+    return list(dict.fromkeys((*notes, *manifest_notes(plan))))
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:

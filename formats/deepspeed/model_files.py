@@ -20,7 +20,7 @@ from formats.deepspeed import universal
 from formats.deepspeed.flat_pieces import flat_piece, whole_of
 from formats.deepspeed.partitions import flat_fragment
 from formats.disk.safetensors import FLOATS, Fragment, read_bytes
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, count, short, some
 from formats.layout.columns import Piece
 from formats.layout.pieces import Scattered, single_piece, whole_part
 from formats.torch_files import duplicate_files, saved_names
@@ -46,7 +46,7 @@ def files_of_ranks(tag: Path) -> list[TorchFile]:
 
     Raises:
         SourceError: a rank's file is missing, or there are files of several topologies.
-        UnsupportedError: the model is cut over several model parallel ranks in a way that is not known.
+        UnsupportedError: the model is a pipeline, or cut over several model parallel ranks, in a way that is not known.
     """
     deepspeed.require_no_experts(tag)
     if universal.is_universal(tag) and (models := [path for path in tag.iterdir() if deepspeed.is_model(path.name)]):
@@ -61,6 +61,7 @@ def files_of_ranks(tag: Path) -> list[TorchFile]:
     if not shards:
         files = deepspeed.model_files(tag)
         first_file = _file(files[0])  # a file that cannot be read tells no layout
+        _require_no_pipeline(tag, first_file, len(files))
         if len(files) > 1:
             raise UnsupportedError(
                 f"{tag} holds {len(files)} model parallel ranks of a model whose layout is not known",
@@ -86,6 +87,22 @@ def files_of_ranks(tag: Path) -> list[TorchFile]:
             "copy them from their nodes" if missing else "remove the files of another run",
         )
     return [_require_alone(file) for file in opened.values()]
+
+
+def _require_no_pipeline(tag: Path, first: TorchFile, ranks: int) -> None:
+    """Refuse a PipelineModule, each of whose modules has a file of its own, or one for each tensor parallel rank.
+
+    Raises:
+        UnsupportedError: there are such files, and the model files hold no module.
+    """
+    layers = sorted(path.name for path in tag.glob("layer_*-model_states.pt"))
+    if layers and first.value.get("module") is None:
+        stages = count(ranks // len({name.partition("-")[2] for name in layers}), "stage", "stages")
+        raise UnsupportedError(
+            f"{tag} holds a PipelineModule of {stages}, whose modules have numbers for names ({some(layers, 2)})",
+            "`convert neox2hf` and `convert mds2hf` know those of GPT-NeoX and Megatron-DeepSpeed; of another, save "
+            "the model under its names in transformers where it was trained",
+        )
 
 
 def _require_alone(file: TorchFile) -> TorchFile:

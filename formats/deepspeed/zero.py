@@ -87,8 +87,6 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     else:
         tensors = dict(_states(tag, models, modules, state))
     assets = _config_folder(path, run, tag, settings, needed=not whole)
-    if third and settings.adapter != "only":
-        notes += _frozen_notes(first, tensors, assets)
     unnamed = assets is None and settings.adapter is None
     tensors |= _aliases(first.value, tensors, unnamed=unnamed)
     keys = _keys(tensors, tag, settings.adapter, unnamed=unnamed)
@@ -96,7 +94,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     names, keys, notes = [*keys], part.of(keys), [*notes, *part.notes]
     shapes, config = {key: tensors[name].shape for key, name in keys.items()}, part.config or None
     beside = _keys(tensors, tag, "merged", unnamed=unnamed) if settings.adapter == "only" else {}
-    spec = _spec(shapes, part.config, assets, settings, {key: tensors[name].shape for key, name in beside.items()})
+    spec, outer = _spec(shapes, part.config, assets, settings, {key: tensors[own].shape for key, own in beside.items()})
+    keys = {key.removeprefix(outer): name for key, name in keys.items()}
+    if third and settings.adapter != "only":
+        notes += _frozen_notes(first, tensors, assets, outer)
     if assets is not None:
         own_config.require_same(own_folder(path, run, tag), huggingface.read_config(assets), names, settings, spec)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
@@ -111,21 +112,20 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if settings.weights is None and bare and settings.adapter is None:
         notes.append(model_files.no_module({tensor.fragment.dtype for tensor in placed}))
     shown = {"iteration": first.value.get("global_steps"), "folder": tag.name}
-    details = Details(kind=UNIVERSAL if whole else "", shown=shown)
     files = tuple(sorted(files_of(pieces)))
     moments = state in STATES[1:]
     proof = read(path, replace(settings, weights="fp32-master")) if moments and not bare else None
     return Checkpoint(
         run, tag, NAME, spec, pieces, tuple(dropped), files, {"dp": first.value.get("dp_world_size", 1)}, assets,
-        details, twins, tuple(notes), proof, without=without, settings=settings, config=config,
-        ties=model_files.TIES if steps or not bare else (), left=part.left,
+        Details(kind=UNIVERSAL if whole else "", shown=shown), twins, tuple(notes), proof, without=without,
+        settings=settings, config=config, ties=model_files.TIES if steps or not bare else (), left=part.left,
     )  # fmt: skip
 
 
-def _frozen_notes(first: TorchFile, tensors: Mapping[str, Scattered], base: Path | None) -> list[str]:
-    """The notes on the frozen parameters of stage 3; see `frozen_parts.require_own`."""
+def _frozen_notes(first: TorchFile, tensors: Mapping[str, Scattered], base: Path | None, outer: str) -> list[str]:
+    """The notes on the frozen parameters of stage 3, without the prefix `outer`; see `frozen_parts.require_own`."""
     frozen = first.value.get("frozen_param_shapes") or ()
-    return frozen_parts.require_own({name: tensors[name] for name in frozen}, base)
+    return frozen_parts.require_own({unwrapped(name).removeprefix(outer): tensors[name] for name in frozen}, base)
 
 
 def _without_buffers(slots: Sequence[Slot], keys: Collection[str]) -> tuple[list[Slot], frozenset[str]]:
@@ -148,8 +148,10 @@ def _spec(
     assets: Path | None,
     settings: Settings,
     beside: Mapping[str, tuple[int, ...]],
-) -> Spec:
+) -> tuple[Spec, str]:
     """The spec of a model with given tensors, of an adapter alone, or of a universal checkpoint without a config.
+
+    With it the prefix that a module around the model adds to all keys; see `huggingface.outer_prefix`.
 
     Args:
         shapes: the shapes by Hugging Face keys, in the order of the model.
@@ -158,9 +160,13 @@ def _spec(
         settings: the user's settings.
         beside: the shapes of the base's tensors, of an adapter alone.
     """
-    if assets is not None:
-        return huggingface.spec_of(shapes, config, assets, settings)
-    return adapters.spec_of(shapes, beside) if settings.adapter else unnamed_spec(shapes)
+    if assets is None:
+        return (adapters.spec_of(shapes, beside) if settings.adapter else unnamed_spec(shapes)), ""
+    spec = huggingface.spec_of(shapes, config, assets, settings)
+    if outer := huggingface.outer_prefix(shapes, spec):
+        shapes = {key.removeprefix(outer): shape for key, shape in shapes.items()}
+        spec = huggingface.spec_of(shapes, config, assets, settings)
+    return spec, outer
 
 
 def unnamed_spec(shapes: Mapping[str, tuple[int, ...]]) -> Verbatim:
@@ -301,13 +307,17 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
     Raises:
         UnsupportedError: a tensor of the model is not trained.
     """
+    trained_names = [unwrapped(name) for group in training.shapes for name in group]
+    outer = huggingface.outer_prefix(trained_names, source.spec)
+    buffer_names = {unwrapped(name).removeprefix(outer) for name in training.model.get("buffer_names") or ()}
     checkpoints = {}
     for state, each in training.states.items():
         unnamed = source.assets is None and source.settings.adapter is None
         tensors = {**each, **_aliases(training.model, each, unnamed=unnamed)}
         keys = _keys(tensors, source.home, unnamed=unnamed)
+        keys = {key.removeprefix(outer): name for key, name in keys.items()}
         every = huggingface.model_slots(source.spec, keys)
-        buffers = {*map(unwrapped, training.model.get("buffer_names") or ())} - keys.keys()
+        buffers = buffer_names - keys.keys()
         of_buffers = (slot.rule.pattern.tensors for slot in every if not buffers.isdisjoint(slot.keys))
         without = source.without.union(*of_buffers)
         slots = [slot for slot in every if without.isdisjoint(slot.rule.pattern.tensors)]

@@ -134,6 +134,16 @@ def decoded(chunk: Chunk) -> NDArray[Any]:
     return values
 
 
+def whole_number(store: Store, name: str, array: Array | None) -> int | None:
+    """Return the integer that is an array without dimensions; None if the array is another one, or missing.
+
+    Raises:
+        SourceError: the number, or a file that it is read from, is missing or damaged.
+        UnsupportedError: tensorstore is not installed.
+    """
+    return int(decoded(Chunk(store, name, (), ()))) if array and not array.shape and "int" in array.dtype else None
+
+
 @lru_cache(maxsize=1024)
 def _opened(store: Store, name: str) -> Any:
     return _open(store, name).result()

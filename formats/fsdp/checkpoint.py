@@ -188,10 +188,8 @@ def _spec_and_tensors(
     if native.trainer_of(tensors):
         return huggingface.read_spec(config, folder, settings), tensors
     spec = huggingface.spec_of({key: tensor.shape for key, tensor in tensors.items()}, config, folder, settings)
-    if not isinstance(spec, Verbatim):
-        outer = _outer(tensors, spec)
-        tensors = {key.removeprefix(outer): tensor for key, tensor in tensors.items()}
-    return spec, tensors
+    outer = huggingface.outer_prefix(tensors, spec)
+    return spec, {key.removeprefix(outer): tensor for key, tensor in tensors.items()}
 
 
 def _read_adapter(path: Path, folder: Path, listing: Listing, settings: Settings) -> Checkpoint:
@@ -220,14 +218,6 @@ def _keys(path: Path, listing: Listing, settings: Settings) -> dict[str, int]:
                 raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
             keys[key] = number
     return adapters.select(keys, settings.adapter, path)
-
-
-def _outer(keys: Mapping[str, object], spec: Spec) -> str:
-    """The prefix that a module around the model adds to all keys, such as `model.` of a LightningModule; or ""."""
-    names = huggingface.model_slots(spec)[0].keys
-    prefixes = [key.removesuffix(name) for key in keys for name in names if key.endswith(f".{name}")]
-    outer = min(prefixes, key=len, default="")
-    return outer if keys.keys().isdisjoint(names) and all(key.startswith(outer) for key in keys) else ""
 
 
 def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path) -> tuple[str, ...]:

@@ -276,6 +276,14 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
     return spec.slots_in(family_named(spec.family).tensors, spec.sizes(), ["fused" if fused else "separate"])
 
 
+def outer_prefix(keys: Collection[str], spec: Spec) -> str:
+    """The prefix that a module around the model adds to all keys, such as `model.` of a LightningModule; or ""."""
+    names = model_slots(spec)[0].keys if isinstance(spec, ModelSpec) else ()
+    prefixes = [key.removesuffix(name) for key in keys for name in names if key.endswith(f".{name}")]
+    outer = min(prefixes, key=len, default="")
+    return outer if {*keys}.isdisjoint(names) and all(key.startswith(outer) for key in keys) else ""
+
+
 def _names_in_memory(family: str) -> re.Pattern[str]:
     """A regular expression for the keys of fused experts, which transformers has in memory alone."""
     names = [rule.spellings for rule in family_named(family).tensors if "fused" in rule.conditions]

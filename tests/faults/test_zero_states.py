@@ -93,6 +93,27 @@ def test_the_module_is_no_way_out_where_stage_3_lacks_its_optimizer_states(conve
     assert ("--weights module" in ran.err) == (stage == 2)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "stages"),
+    [(1, ("",), "1 stage"), (2, ("",), "2 stages"), (4, ("model_00-", "model_01-"), "2 stages")],
+)
+@pytest.mark.parametrize("argv", [("zero2hf", "--verbatim"), ("zero2universal",)])
+def test_the_stages_of_a_pipeline_are_named_so(convert, tmp_path, ranks, tensor_parallel, stages, argv):
+    """Of torch.nn modules by number, as deepspeed's PipelineModule saves them (runtime/pipe/module.py, 0.19.8)."""
+    import torch
+
+    run = save(tmp_path / "run", {"module": None, "param_shapes": [{"0.weight": (8, 4)}], "mp_world_size": ranks})
+    tag = run / "global_step1"
+    for rank in range(1, ranks):
+        shutil.copy(tag / "mp_rank_00_model_states.pt", tag / f"mp_rank_{rank:02d}_model_states.pt")
+    for part in tensor_parallel:
+        for module in range(3):
+            torch.save({"weight": torch.zeros(8, 4)}, tag / f"layer_{module:02d}-{part}model_states.pt")
+    ran = convert(argv[0], run, tmp_path / "out", *argv[1:])
+    files = f"layer_00-{tensor_parallel[0]}model_states.pt, layer_0"
+    refused(ran, 4, f"holds a PipelineModule of {stages}, whose modules have numbers for names ({files}", "mds2hf")
+
+
 @pytest.mark.parametrize("kind", ["fp32-master", "exp_avg"])
 @pytest.mark.parametrize("policy", ["verify", "first", "mean"])
 def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, kind, policy):

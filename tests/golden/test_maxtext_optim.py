@@ -175,6 +175,18 @@ def test_a_training_that_counts_other_steps(convert, tmp_path):
     refused(ran, 4, "has made different numbers of steps: ", "opt_state.0.count = 4", "step = 5")
 
 
+@pytest.mark.parametrize("name", ["9", "5", "4", "3", "2", "final"])
+def test_a_folder_with_the_number_of_another_step_is_told(convert, tmp_path, name):
+    """MaxText saved this state, which has made 4 steps, as 3; other trainers may count from 1."""
+    at = shutil.copytree(HERE / "qwen3_state/checkpoint", tmp_path / name)
+    for path in (at, at / "items"):
+        for command, *options in (["maxtext2hf"], ["zero2universal"], ["hf2fsdp", "--with-optimizer"]):
+            out = tmp_path / command / path.name
+            ran = convert(command, path, out, *options, "--config", HERE / "qwen3_state")
+            told = (ran.err + ran.out).count(f"{name} holds step 4, as its files say: {at / 'items'} says step = 4")
+            assert (ran.code, told) == (0, int(name in "952")), ran.err
+
+
 def without(*names: str) -> Callable[[dict[str, Any]], None]:
     """What drops the arrays from a _METADATA whose names have all of these."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults.dcp_tools import refused
-from tests.golden.zero_worlds import WORLDS, World, checkpoint, swap
+from tests.golden.zero_worlds import MUON_PAIR, WORLDS, World, checkpoint, swap
 
 pytestmark = pytest.mark.distributed
 CASES = [(world, kind) for world in WORLDS for kind in world.kinds]
@@ -331,6 +331,74 @@ def test_one_of_several_model_parallel_ranks(made, convert, tmp_path, kind):
         torch.save(state, path)
     refused(convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf"), 4, "2 model parallel ranks")
     refused(convert("zero2universal", folder, tmp_path / "out"), 4, "2 model parallel ranks")
+
+
+NAMED = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
+"""Entries of a model file with names of parameters."""
+
+
+def inside(value: Any) -> Any:
+    """Names as they are of a model in the attribute `net` of another module."""
+    match value:
+        case dict():
+            return {f"net.{key}": inside(inner) for key, inner in value.items()}
+        case list():
+            return [inside(inner) for inner in value]
+        case str():
+            return f"net.{value}"
+        case _:
+            return value
+
+
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [
+        (TWO, "zero0"),
+        (TWO, "zero1"),
+        (TWO, "zero2"),
+        (TWO, "zero3"),
+        (TIED, "zero2"),
+        (TIED, "zero3"),
+        (MUON_PAIR, "zero1-fp32-muon"),
+    ],
+    ids=name,
+)
+def test_a_module_around_the_model(made, convert, tmp_path, world, kind):
+    """A LightningModule keeps the model in an attribute, whose name DeepSpeed has in every file that has names.
+
+    Where it is: lightning 2.6.6, strategies/deepspeed.py, `save_checkpoint`.
+    """
+    import shutil
+
+    import torch
+
+    source, base = made(world) / kind, ("--config", made(world) / "hf")
+    wrapped, two = (shutil.copytree(source, tmp_path / place) for place in ("wrapped", "two"))
+    for folder in (wrapped, two):
+        for path in folder.glob("*/*model_states.pt"):
+            state = torch.load(path, weights_only=False)
+            state |= {key: inside(state[key]) for key in NAMED}
+            if folder == two:
+                state["module"]["head.weight"] = torch.ones(3)
+                state["buffer_names"].append("head.weight")
+            torch.save(state, path)
+    of_adam = world is not MUON_PAIR and kind != "zero0"
+    commands = [["zero2hf"], ["zero2hf", "--weights", "fp32-master"]]
+    commands += [["hf2fsdp", "--with-optimizer"]] * (kind != "zero0") + [["zero2hf", "--weights", "exp_avg"]] * of_adam
+    for number, (command, *options) in enumerate(commands):
+        outputs = []
+        for folder in (source, wrapped):
+            out = tmp_path / f"{number}-{folder.name}"
+            ran = convert(command, folder, out, *options, *base)
+            assert ran.code == 0, ran.err
+            outputs.append([path.read_bytes() for kind in ("safetensors", "distcp") for path in out.rglob(f"*.{kind}")])
+        assert outputs[0] == outputs[1] != []
+        refused(convert(command, two, tmp_path / "no", *options, *base), 3, "tensors are missing")
+    if of_adam:
+        assert convert("zero2universal", wrapped, tmp_path / "universal").code == 0
+        assert convert("zero2hf", tmp_path / "universal", tmp_path / "back", *base).code == 0
+        back, masters = (tmp_path / place / "model.safetensors" for place in ("back", "1-wrapped"))
+        assert back.read_bytes() == masters.read_bytes()
 
 
 def test_two_names_of_one_parameter_that_hold_different_weights(made, convert, tmp_path):

@@ -136,8 +136,40 @@ def test_weights_of_another_model_are_not_mixed_with_ours(hub, push, converted):
     repo.commit("main", "cleaned", {name: entry for name, entry in tree.items() if not name.startswith("model")})
     ran = push(converted, "acme/m")
     assert ran.code == 0
-    assert "also holds 1 files that are not in" in ran.err
+    assert re.search("also holds 1 files that are not in .*: notes.txt\n", ran.err)
     assert hub.store.content("acme/m")["notes.txt"] == b"kept"
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["adapter_config.json"], "the base of an adapter"),
+        (["adapter_config.json", "adapter_model.bin"], "the base of an adapter"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "add the adapter to the model, and frameworks would mix",
+        ),
+        (["hf_quant_config.json"], "take the weights for quantized ones"),
+        (["additional_chat_templates/tool.jinja", "chat_template.json"], "a chat template of another model"),
+        (["added_tokens.json", "special_tokens_map.json"], "tokens of another tokenizer"),
+    ],
+)
+def test_files_that_would_be_loaded_with_ours_are_named_all(hub, push, converted, names, why):
+    """Without the command that names all of them, the push that follows it would leave an adapter_config.json."""
+    repo = hub.store.create("acme/m", private=True)
+    own = repo.commits[repo.refs["main"]]
+    harmless = {f"{folder}/{name}": hub.store.put(b"old") for name in names for folder in ("checkpoint-5", "a/b")}
+    repo.commit("main", "before", own | harmless | {name: hub.store.put(b"old") for name in names})
+    ran = push(converted, "acme/m")
+    assert ran.code == 5
+    assert f"acme/m holds {', '.join(sorted(names))}, which {converted} does not: " in ran.err
+    assert why in ran.err
+    assert f"hint: hf repos delete-files acme/m {' '.join(sorted(names))}\n" in ran.err
+    assert not hub.asked("PUT|/commit/")
+    repo.commit("main", "cleaned", own | harmless)
+    ran = push(converted, "acme/m")
+    assert ran.code == 0
+    assert f"also holds {len(harmless)} files that are not in {converted}: a/b/{min(names)}, " in ran.err
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00001"])

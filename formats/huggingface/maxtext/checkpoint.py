@@ -5,9 +5,9 @@
 
 A training saves `params`, `opt_state` and `step` (`params.params.decoder…`); MaxText's
 generate_param_only_checkpoint.py saves the parameters alone (`decoder….value`). A checkpoint has no model config: it is
-read with a Hugging Face folder (`config`).
+read with a Hugging Face folder (`config`). STEP counts from 0: the training state in `3` has made 4 steps.
 
-Facts: maxtext 0.2.5 (PyPI), common/checkpointing.py (`save_checkpoint`), common/train_state_nnx.py,
+Facts: maxtext 0.2.5 (PyPI), common/checkpointing.py (`save_checkpoint`, `maybe_save_checkpoint`), train_state_nnx.py,
 utils/generate_param_only_checkpoint.py.
 """
 
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
-from formats.disk.chunks import DTYPES, arrays
+from formats.disk.chunks import DTYPES, arrays, whole_number
 from formats.disk.handle import is_remote
 from formats.disk.safetensors import DTYPES as SIZES
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, some
@@ -43,7 +43,9 @@ ITEMS = "items"
 PARAMETERS = re.compile(r"(?:params\.params\.)?((?:decoder|token_embedder)\..+?)(?:\.value)?")
 """The name of a parameter, with the prefix of a training state and the suffix of a parameter-only checkpoint."""
 OPTIMIZER = "opt_state"
-BESIDE = re.compile(rf"step(?:\.value)?|(?:{OPTIMIZER}|nnx_aux)\..+")
+STEP = re.compile(r"step(?:\.value)?")
+"""The name of the number of steps that the training has made."""
+BESIDE = re.compile(rf"{STEP.pattern}|(?:{OPTIMIZER}|nnx_aux)\..+")
 """The name of what a training state has besides parameters: step, optimizer, states of random numbers."""
 UNFINISHED = ".orbax-checkpoint-tmp"
 """In the name of a folder that Orbax has not committed."""
@@ -126,8 +128,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         path, home, NAME, spec, tuple(changed(piece, spec) for piece in pieces),
         tuple(name for name in others if not name.startswith(OPTIMIZER)), tree.files, {}, assets,
         Details(fresh=FRESH, shown={"padded_vocab": padded} if padded != spec.vocab else {}),
-        notes=(*_assumed(spec, neighbours), *part.notes), settings=settings, config=config, padded_vocab=padded,
-        left=part.left, state=(OPTIMIZER,) if any(name.startswith(OPTIMIZER) for name in others) else (),
+        notes=(*_assumed(spec, neighbours), *part.notes, *renamed(home, tree)), settings=settings, config=config,
+        padded_vocab=padded, left=part.left,
+        state=(OPTIMIZER,) if any(name.startswith(OPTIMIZER) for name in others) else (),
     )  # fmt: skip
 
 
@@ -202,6 +205,21 @@ def _rows(embedding: Scattered, spec: ModelSpec, settings: Settings, home: Path)
             vocab_size=str(spec.vocab),
         )
     return rows
+
+
+def renamed(home: Path, tree: Tree) -> Iterator[str]:
+    """Yield a note if a folder has the number of another step; MaxText's has that of the step before.
+
+    Raises:
+        SourceError: the number of steps is missing or damaged.
+    """
+    name = (home.parent if home.name == ITEMS else home).resolve().name
+    numbered = re.fullmatch(r"\d{1,9}", name)
+    counts = [key for key in map(".".join, tree.names) if numbered and STEP.fullmatch(key)]
+    for key, array in arrays(tree.store, counts).items():
+        step = whole_number(tree.store, key, array)
+        if step is not None and int(name) not in (step - 1, step):
+            yield f"{name} holds step {step}, as its files say: {home} says {key} = {step}"
 
 
 def _assumed(spec: ModelSpec, neighbours: bool) -> tuple[str, ...]:

@@ -25,9 +25,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from formats.checkpoint import Checkpoint
-from formats.disk.chunks import Array, Chunk, arrays, decoded
+from formats.disk.chunks import Array, arrays, whole_number
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.huggingface.maxtext.changes import change_of, changed
+from formats.huggingface.maxtext.checkpoint import renamed
 from formats.huggingface.maxtext.decoder import neighbours_of
 from formats.huggingface.maxtext.layers import by_layer
 from formats.huggingface.maxtext.orbax import Tree, read_tree
@@ -80,7 +81,7 @@ def _read(source: Checkpoint) -> Optimizer:
         )
     described = arrays(tree.store, dict.fromkeys([*names, *(name for name in every if name in COUNTS)]))
     of_states = {state: _state(source, state, keys, tree, described) for state, keys in moments.items()}
-    return Optimizer(of_states, _step(source, tree, described), {})
+    return Optimizer(of_states, _step(source, tree, described), {}, notes=tuple(renamed(source.home, tree)))
 
 
 states = states_by(_read)
@@ -119,10 +120,10 @@ def _step(source: Checkpoint, tree: Tree, described: Mapping[str, Array]) -> int
     """
     counts = dict[str, int]()
     for name in COUNTS:
-        array = described.get(name)
-        if array is None or array.shape or "int" not in array.dtype:
+        count = whole_number(tree.store, name, described.get(name))
+        if count is None:
             raise SourceError(f"{source.home} holds no number {name}", WITHOUT)
-        counts[name] = int(decoded(Chunk(tree.store, name, (), ())))
+        counts[name] = count
     if len({*counts.values()}) > 1:
         told = " and ".join(f"{name} = {count}" for name, count in counts.items())
         raise UnsupportedError(f"{source.home} has made different numbers of steps: {told}", WITHOUT)

@@ -205,4 +205,11 @@ def _pairs(table: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(mapping, dict):
             yield f"# ? {key} = {json.dumps(mapping, default=str)}: of several parts, which a line here cannot hold"
         else:
-            yield f"{key} = {json.dumps('none' if value is None else value)}"
+            yield f"{key} = {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    """A value as TOML writes it, which spells infinity."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return repr(value) if isinstance(value, float) else json.dumps("none" if value is None else value)

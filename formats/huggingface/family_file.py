@@ -316,7 +316,7 @@ def _check_table(family: Family, path: Path) -> None:
         names = [name for rule in kind_rules if "optional" not in rule.conditions for name in rule.pattern.tensors]
         for what, every in (("the key ", keys), ("", names)):
             if twice := [name for name in every if every.count(name) > 1]:
-                where = ", ".join({*residual, *head, *kind})
+                where = ", ".join(sorted({*residual, *head, *kind}))
                 raise UsageError(f"{path}: its table has {what}{twice[0]} twice ({where})")
         first = {JOIN} if part else {"embedding", *model_tensors(kind_rules, {*residual, *head, *kind})}
         missing = first - set(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import inf
 
 import pytest
 
@@ -10,9 +11,10 @@ from converters.draft import computed
 from converters.draft.computed import Rotation, rotation, single_threaded, tiny_model, without_warnings
 from converters.draft.probes import model_of
 from converters.draft.tables import PART_BY_NEIGHBOURS, drafted
-from converters.draft.toml import draft
+from converters.draft.toml import _pairs, draft
 from formats.errors import UnsupportedError
 from formats.families import FAMILIES
+from formats.huggingface.family_file import tomllib
 
 RIGHT = {
     "llama": (20, 20), "qwen3": (19, 19), "mixtral": (17, 17), "olmo2": (15, 15), "glm4": (17, 17), "phi3": (10, 10),
@@ -240,3 +242,8 @@ def test_layers_of_several_kinds_are_refused(convert, tmp_path, name, other):
 def test_what_transformers_does_not_know_is_refused(convert):
     assert convert("family", "nope").code == 4
     assert convert("family", "no/folder").code == 2
+
+
+def test_values_of_a_draft_are_those_of_toml():
+    values = {"limit": (0.0, inf), "epsilon": 1e-06, "on": True, "type": 'a\n"b"', "sizes": [8, 16], "absent": None}
+    assert tomllib.loads("\n".join(_pairs(values))) == {**values, "limit": [0.0, inf], "absent": "none"}

@@ -91,7 +91,8 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     if differing is not None:
         idle = _judged(source, [*differing, *contradictions(parsed, spec)])
         return [f"{CHECKED} base ({answer['why']})", *idle]
-    idle = _judged(source, [*contradictions(parsed, spec), *losses(parsed, spec)])
+    compared = source.settings.verbatim or not quantized  # what is quantized may differ from layer to layer
+    idle = _judged(source, [*contradictions(parsed, spec), *(losses(parsed, spec) if compared else ())])
     if source.unbounded and not _is_bounded(source.spec):
         raise SourceError(
             f"{source.root}: {UNBOUNDED}: {answer['why']}", "name the base model with its weights: --config BASE"

@@ -46,6 +46,6 @@ FAMILY = Family(
         "state_size": 128,
         "taps": 4,
     },
-    own={"expand": 2, "time_step_limit": None, "rescale_prenorm_residual": False},
+    own={"expand": 2, "time_step_limit": [0.0, {"__float__": "Infinity"}], "rescale_prenorm_residual": False},
     only_here="the arguments of megatron-core ask for heads of attention and an MLP, of which it has none",
 )

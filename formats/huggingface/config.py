@@ -123,12 +123,12 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
 def config_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """The differences of two configs of a model without a table, as `key: one | other`; any key may matter.
 
-    A key that is null counts as absent. A key of a config that is nested follows that of the config, as in
-    `text_config.hidden_size`.
+    A key that is null counts as absent, but for those with another default in every model (`OF_ALL`). A key of a config
+    that is nested follows that of the config, as in `text_config.hidden_size`.
     """
     differences = list[str]()
     for name in dict.fromkeys([*first, *second]):
-        ours, theirs = first.get(name), second.get(name)
+        ours, theirs = (config.get(name, OF_ALL.get(name)) for config in (first, second))
         if name == "use_cache" or (name in OF_NO_MODEL and name != "layer_types"):
             continue
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):

@@ -7,6 +7,7 @@ Facts: transformers 5.23.0, modeling_rope_utils.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -83,7 +84,14 @@ def rotary(parameters: str, theta: str, scaling: str, original: str, fraction: s
 def own_value(key: str, usual: Any, config: Spelled) -> Any:
     """The value of a config key that no other format has; the second base may be in the map of its layers."""
     by_kind = key == LOCAL and _by_kind(config.get(PARAMETERS))
-    return config[PARAMETERS][SLIDING].get(THETA, usual) if by_kind else config.get(key, usual)
+    return _spelled(config[PARAMETERS][SLIDING].get(THETA, usual) if by_kind else config.get(key, usual))
+
+
+def _spelled(value: Any) -> Any:
+    """A value with infinity as transformers 5 spells it: JSON has none, and version 4 wrote `Infinity`."""
+    if isinstance(value, list):
+        return [_spelled(part) for part in value]
+    return {"__float__": "Infinity"} if value == math.inf else value
 
 
 def assumed(key: str, fallback: Any, context: Context) -> Any:

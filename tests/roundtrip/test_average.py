@@ -9,8 +9,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from converters.move import casts
 from formats.huggingface.layers import FULL, SLIDING
@@ -246,6 +247,13 @@ def test_weights_that_are_none(three, convert, tmp_path, options, code, text):
     assert text in ran.err
 
 
+def logits_of(folder: Path) -> np.ndarray:
+    """The logits of a model for a few tokens, by attention with a mask."""
+    with quiet(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        return model(torch.arange(1, 9)[None]).logits.numpy()
+
+
 def changed(folder: Path, out: Path, **keys: object) -> Path:
     """A copy of a model with another config."""
     shutil.copytree(folder, out)
@@ -324,6 +332,32 @@ def test_what_a_mamba2_computes_with(convert, model, tmp_path, key):
     assert convert("hf2fsdp", base, tmp_path / "run").code == 0
     ran = convert("fsdp2hf", tmp_path / "run", tmp_path / "hf", "--config", other)
     assert (ran.code, f"{name}: " in ran.err) == (5, True), ran.err
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+def test_infinity_as_transformers_4_spells_it(convert, model, tmp_path, name):
+    base = model(name)
+    other = changed(base, tmp_path / "other", time_step_limit=[0.0, float("inf")])
+    assert "Infinity]" in (other / "config.json").read_text()
+    for command in ("diff", "verify"):
+        ran = convert(command, base, other)
+        assert (ran.code, "time_step_limit" in ran.out + ran.err) == (0, False), ran.err
+
+
+def test_whether_a_token_sees_those_after_it(convert, tmp_path):
+    """transformers takes null for false, and a config without the key for true: null counted as no key."""
+    with quiet():
+        build("cohere", 3).save_pretrained(tmp_path / "one")
+    other = changed(tmp_path / "one", tmp_path / "other", is_causal=None)
+    same = changed(tmp_path / "one", tmp_path / "same", is_causal=True)
+    logits = [logits_of(folder) for folder in (tmp_path / "one", same, other)]
+    assert np.array_equal(*logits[:2])
+    assert not np.allclose(*logits[1:], atol=1e-7)
+    for command in ("diff", "verify"):
+        assert convert(command, tmp_path / "one", same).code == 0
+        ran = convert(command, tmp_path / "one", other)
+        assert (ran.code, "is_causal: True | None" in ran.out + ran.err) == (6, True), ran.err
+    assert convert("average", tmp_path / "one", other, tmp_path / "mean").code == 5
 
 
 def test_shapes_of_a_model_without_a_table(convert, tmp_path):

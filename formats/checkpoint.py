@@ -43,6 +43,8 @@ class Settings:
         adapter: for a training with an adapter: `only` reads the adapter; `merged` reads the base, into which the
             adapter is merged.
         without_buffers: read a checkpoint of a kind that never holds buffers, for a comparison with its manifest.
+        own_names: read a universal checkpoint without the config.json beside it, under the names of its training, if no
+            other setting speaks of the model.
         as_read: gives a config.json as its class in transformers reads it, or None; without it, none is asked for.
     """
 
@@ -60,6 +62,7 @@ class Settings:
     adapter: str | None = None
     only: str | None = None
     without_buffers: bool = False
+    own_names: bool = False
     as_read: Callable[[Mapping[str, Any]], dict[str, Any] | None] | None = None
 
 

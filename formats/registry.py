@@ -118,32 +118,49 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
                 return checkpoint
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
+        if isinstance(error, PermissionError) and not os.access(path, os.X_OK):
+            raise SourceError(f"{path}: no permission to open files in it", f"chmod u+x {path}, or a+x") from None
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
+    raise _unknown(path, entries)
+
+
+def _unknown(path: Path, entries: Sequence[str]) -> SourceError:
+    """Why a folder with given entries, of no known format, is no checkpoint, and what may be meant.
+
+    Raises:
+        SourceError: its config.json is no file.
+        UnsupportedError: the folder is of a kind that has no layout here.
+    """
+    from formats.detect import signs
+    from formats.disk.handle import dangling
+    from formats.disk.safetensors import file_size
     from formats.fsdp import runs
 
+    if (path / "config.json").exists():
+        file_size(path / "config.json")  # an error if it is a folder or a pipe
     sharded = sorted({f"{part[1]}.{part[2]}.index.json" for name in entries if (part := SHARD.fullmatch(name))})
     if sharded:
-        raise SourceError(
+        return SourceError(
             f"{path} holds shards of a model without their index, {sharded[0]}",
             "it tells which tensor is in which shard: take it from where the shards come from",
         )
     iterations = [name for name in entries if ITERATION.fullmatch(name)]
     if iterations:
-        raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
+        return SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
     saves = runs.checkpoints(path, is_known)
     if not saves:
         signs.check_unknown(path)
         saves = _inside(path)
     if saves:
-        raise SourceError(
+        return SourceError(
             f"{path} holds {len(saves)} checkpoint{'s' if len(saves) > 1 else ''}", f"name one: {saves[0]}"
         )
     for folder in _folders(path):
         signs.check_unknown(folder)
     broken = [said for name in entries if (said := dangling(path / name))]
     if broken:
-        raise SourceError(f"{path} is not a checkpoint of a known format: {broken[0]}", "download or copy it again")
-    raise SourceError(
+        return SourceError(f"{path} is not a checkpoint of a known format: {broken[0]}", "download or copy it again")
+    return SourceError(
         f"{path} is not a checkpoint of a known format; it contains {some(entries, 6) or 'nothing'}",
         "`convert formats` lists what is read",
     )

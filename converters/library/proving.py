@@ -212,14 +212,14 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     Raises:
         SourceError: there is no manifest.
         OptionNeededError: the manifest is of a model with a table, and no config tells which.
-        UsageError: the manifest is of a model without a table, and a config that is given makes it one with a table.
+        UsageError: the manifest is of a model without a table, and with a config or setting it is one with a table.
         VerificationError: the manifest is of a model that a table described, and no table does now.
         Interrupted: a signal came while a journal is kept; the same call resumes.
     """
     if src is not None:
         return _verify_with_source(out, src, effects)
     settings = own_config(out, effects.settings)
-    settings = replace(settings, verbatim=settings.verbatim or is_verbatim(out), without_buffers=True)
+    settings = replace(settings, verbatim=settings.verbatim or is_verbatim(out), without_buffers=True, own_names=True)
     checkpoint = effects.open(out, settings)
     remembered = read_manifest(checkpoint.home)
     if remembered is None:
@@ -227,6 +227,8 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
             f"{checkpoint.home} holds no {MANIFEST}", f"compare it with its source: convert verify {out} SRC"
         )
     facts, against = remembered
+    if facts.get("family") != checkpoint.spec.family:  # the names in it may be those of a config
+        checkpoint = effects.open(out, replace(settings, own_names=False))
     if isinstance(checkpoint.spec, Verbatim) and "layers" in facts and checkpoint.config is None:
         raise OptionNeededError(
             f"{out} has no config.json, and {MANIFEST} is of a model that a table describes", "add --config BASE"
@@ -241,7 +243,8 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
         raise UsageError(
             f"{checkpoint.home / MANIFEST} has every tensor under its own name, and with a config they are those of a "
             f"{checkpoint.spec.family}",
-            f"leave the config out, or compare it with its source: convert verify {out} SRC",
+            f"leave {'--set' if effects.settings.values else 'the config'} out, or compare it with its source: "
+            f"convert verify {out} SRC",
         )
     differing = contradictions(checkpoint.spec.settings(), completed(facts, checkpoint.spec))
     changed = changed_files(checkpoint.home)

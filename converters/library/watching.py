@@ -268,23 +268,44 @@ def _remove(watch: Watch) -> None:
 
     One in which the user has put files or checkpoints of their own is left where it is, whatever becomes of these.
     """
-    latest = last(records(watch))
-    steps = {name: record["step"] for name, record in latest.items() if record["state"] == "converted"}
-    for name in [name for name, step in steps.items() if step not in watch.kept(steps.values())]:
+    for old in watch.place.glob("*.old"):  # of a process that was killed
+        shutil.rmtree(old, ignore_errors=True)
+    for name in _not_kept(watch):
         with claimed(watch, name) as claim:
-            record = last(records(watch))[name]
-            if claim is None or record["state"] != "converted":
+            record = _not_kept(watch).get(name)
+            if claim is None or record is None:
                 continue
             model, old = watch.out / name, watch.place / f"{name}.old"
-            there = model.exists()
-            reason = reason_to_keep(model) if there else ""
-            if there and not reason:
-                shutil.rmtree(old, ignore_errors=True)
+            reason = reason_to_keep(model)
+            if not reason:
                 model.rename(old)
-            shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(old, ignore_errors=True)
             note(watch, name, "left" if reason else "removed", step=record["step"], mark=record["mark"])
-            if there:
-                watch.tell_removed(model, reason)
+            watch.tell_removed(model, reason)
+
+
+def _not_kept(watch: Watch) -> dict[str, Record]:
+    """All but the newest of the models that are in their places, and whose digests are those in the log.
+
+    What the user has moved away is not counted, and what they have put in its place neither counted nor deleted.
+    """
+    if watch.keep is None:
+        return {}
+    written = {
+        name: record
+        for name, record in last(records(watch)).items()
+        if record["state"] == "converted" and _digest(watch.out / name) == record.get("digest", "")
+    }
+    kept = watch.kept(record["step"] for record in written.values())
+    return {name: record for name, record in written.items() if record["step"] not in kept}
+
+
+def _digest(model: Path) -> str | None:
+    """The digest in a model's manifest, None without one that can be read."""
+    with suppress(SourceError):
+        remembered = read_manifest(model)
+        return remembered and total(remembered[1])
+    return None
 
 
 def require_all(watch: Watch) -> None:

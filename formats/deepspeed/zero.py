@@ -418,19 +418,20 @@ def _keys(tensors: Mapping[str, Scattered], tag: Path, adapter: str | None = Non
 def _config_folder(path: Path, run: Path, tag: Path, settings: Settings, *, needed: bool) -> Path | None:
     """The folder with the config.json that belongs to the weights; None of an adapter alone.
 
-    None also where a config is not `needed`, is not there, and no setting speaks of the model.
+    None also where a config is not `needed`, is not there or not wanted (`own_names`), and no setting speaks of the
+    model.
 
     Raises:
         OptionNeededError: there is no config.json.
     """
     if settings.adapter == "only":
         return None
-    found = settings.config or own_folder(path, run, tag)
-    if found is not None:
-        return found
-    if needed or any(getattr(settings, name) not in (None, False, (), {}) for name in OF_MODEL):
+    names = [name for name in OF_MODEL if not (settings.own_names and name == "verbatim")]
+    stated = needed or any(getattr(settings, name) not in (None, False, (), {}) for name in names)
+    found = settings.config or (None if settings.own_names and not stated else own_folder(path, run, tag))
+    if found is None and stated:
         raise OptionNeededError(f"{path} has no config.json", HINT)
-    return None
+    return found
 
 
 def own_folder(path: Path, run: Path, tag: Path) -> Path | None:

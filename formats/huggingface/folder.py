@@ -46,6 +46,8 @@ INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 KINDS = {"safetensors": (SINGLE, INDEX), "pickled": PICKLED}
 """Kind of weight files: the single file and the index. transformers loads the first kind where a folder has both."""
+OTHER_FORMS = (".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
+"""Endings of files with a model in a form that transformers does not load of itself, beside one that it does."""
 ELSEWHERE = {"configuration_files": "settings", "transformers_weights": "weights"}
 """Config key by which transformers reads another file than the usual one: what is in it (transformers 5.23.0,
 configuration_utils.py `get_configuration_file`, modeling_utils.py `_get_resolved_checkpoint_files`)."""
@@ -161,7 +163,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             spec = replace(spec, max_positions=positions) if type(positions) is int else spec
         fragments, note = dequantized(fragments, config)
     placed, dropped = match(model_slots(spec, fragments), {ALONE: fragments}, drops(spec, fragments, settings), path)
-    other = unindexed_files(path)
+    other = [*unindexed_files(path), *sorted(file.name for file in path.iterdir() if file.suffix in OTHER_FORMS)]
     unread_files = f"{some(other, 4)} in {path} are not read, nor does transformers: the model is in other files"
     notes = tuple(filter(None, [note, unread_pickles_note(path), unread_files if other else "", *part.notes]))
     carried = config if settings.only is None else part.config

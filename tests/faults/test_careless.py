@@ -699,6 +699,26 @@ def test_weights_in_files_that_are_not_read_are_told(model, convert, tmp_path):
     assert (ran.code, f"model-00001-of-00002.safetensors {message}" in ran.out + ran.err) == (0, True), ran
 
 
+def test_the_model_in_other_forms_is_named(model, convert, tmp_path):
+    source = shutil.copytree(model("llama"), tmp_path / "source")
+    for name in ("model-Q4_K_M.gguf", "tf_model.h5"):
+        (source / name).write_bytes(b"weights")
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert f"model-Q4_K_M.gguf, tf_model.h5 in {source} are not read" in ran.err
+    assert not (tmp_path / "out/model-Q4_K_M.gguf").exists()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_a_config_that_is_no_file_is_named(convert, tmp_path, make):
+    """Not the index, which is there."""
+    (tmp_path / "hf").mkdir()
+    for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json"):
+        (tmp_path / "hf" / name).write_bytes(b"weights")
+    make(tmp_path / "hf/config.json")
+    refused(convert("hf2hf", tmp_path / "hf", tmp_path / "out"), 3, "hf/config.json is not a regular file")
+
+
 @pytest.mark.parametrize("name", ["model-{:05}-of-00002.safetensors", "pytorch_model-{:05}-of-00002.bin"])
 def test_shards_without_their_index(convert, tmp_path, name):
     (tmp_path / "hf").mkdir()

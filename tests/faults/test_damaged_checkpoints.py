@@ -626,6 +626,14 @@ def test_a_source_that_may_not_be_read_is_named(model, convert, tmp_path, name):
     refused(convert("digest", folder), 3, folder)
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may search everything")
+def test_a_source_that_may_not_be_searched_is_named(model, convert, tmp_path):
+    """Not a file that nothing says is in it."""
+    folder = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
+    folder.chmod(0o600)
+    refused(convert("digest", folder), 3, f"{folder}: no permission to open files in it", "chmod u+x")
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=["denied", "broken"])
 def test_a_source_that_cannot_be_opened_is_named(model, convert, monkeypatch, name, number):

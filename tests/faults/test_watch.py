@@ -93,6 +93,41 @@ def test_a_model_inside_a_model_is_not_deleted(convert, run, tmp_path):
     assert vitruvian.verify(out / "step-1", run / "step-1").equal
 
 
+def test_a_model_that_was_moved_away_is_not_counted(convert, run, tmp_path):
+    """The newest of those that are there are kept: not the log's, which would leave none."""
+    out = tmp_path / "out"
+    shutil.copytree(run / "step-2", run / "step-3", dirs_exist_ok=True)
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
+    (out / "step-3").rename(tmp_path / "best")
+    ran = convert(*argv, "--keep", "1")
+    assert (ran.code, ran.out) == (75, f"{out}/step-1: deleted, as --keep says\n"), ran.err
+    assert sorted(path.name for path in out.iterdir()) == [".watch", "step-2"]
+    assert convert(*argv, "--keep", "1").out == "", "nor is one converted again"
+
+
+def test_a_model_in_the_place_of_one_is_not_deleted(model, convert, run, tmp_path):
+    out = tmp_path / "out"
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
+    (out / "step-1").rename(tmp_path / "first")
+    vitruvian.convert(model("qwen3", "bfloat16"), out / "step-1")
+    ran = convert(*argv, "--keep", "1")
+    assert (ran.code, ran.out) == (75, ""), ran.err
+    assert sorted(path.name for path in out.iterdir()) == [".watch", "step-1", "step-2"]
+
+
+def test_what_a_killed_watch_left_of_a_model_is_deleted(convert, run, tmp_path):
+    out = tmp_path / "out"
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
+    (out / "step-1").rename(out / ".watch/step-1.old")
+    ran = convert(*argv, "--keep", "1")
+    assert (ran.code, ran.out) == (75, ""), ran.err
+    assert sorted(path.name for path in out.iterdir()) == [".watch", "step-2"]
+    assert [path.name for path in (out / ".watch").iterdir()] == ["log.jsonl"]
+
+
 def test_a_model_of_an_earlier_save_is_told(model, convert, tmp_path):
     """Not `converted`, which it was: the checkpoint is another one now."""
     run, out = tmp_path / "run", tmp_path / "out"

@@ -140,6 +140,9 @@ def test_a_universal_checkpoint_of_it_is_verified(convert, tmp_path):
     assert (ran.code, "21 parameters are frozen" in ran.err) == (0, True), ran.err
     ran = convert("verify", universal)
     assert (ran.code, "equals vitruvian.json: 24 tensors" in ran.out) == (0, True), ran.err
+    shutil.copy(HERE / "in_zero3/base/config.json", universal)
+    assert convert("verify", universal).out == ran.out
+    (universal / "config.json").unlink()
     assert convert("inspect", universal).code == convert("diff", universal, universal).code == 0
     base = ["--config", HERE / "in_zero3/base"]
     for options in ([], base, ["--adapter", "only"], ["--adapter", "merged", *base]):

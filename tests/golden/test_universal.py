@@ -222,6 +222,14 @@ def test_what_it_says_without_a_config(made, convert, tmp_path, kind):
         refused(
             convert("verify", universal, "--config", made(TWO) / "hf"), 2, "under its own name", "leave the config out"
         )
+    shutil.copy(made(TWO) / "hf/config.json", universal)  # as that of a run which has one is carried
+    for argv in ([universal], [universal / "global_step3"], [universal, "--verbatim"]):
+        ran = convert("verify", *argv)
+        assert (ran.code, f"{3 * len(trained)} tensors" in ran.out) == (0, True), ran.err + ran.out
+    if "frozen" not in kind:
+        refused(convert("verify", universal, "--set", "tied=true"), 2, "under its own name", "leave --set out")
+    (universal / "config.json").unlink()
+    assert convert("verify", universal / "global_step3").code == 0
     changed = universal / "global_step3/zero/model.norm.weight/exp_avg_sq.pt"
     content = torch.load(changed, weights_only=False)
     torch.save({**content, "param": content["param"] * 2}, changed)

@@ -27,12 +27,14 @@ from converters.plan.agreement import APART, file_differences, setting_differenc
 from converters.plan.names import with_same_names
 from converters.plan.plan import Job, Plan
 from converters.plan.targets import plan_reading
+from converters.prove.archive_crc import check
 from converters.prove.belonging import has_optimizer
 from converters.prove.diff import Difference, compare
 from converters.prove.resumed import digests, has_journal, journal_of
 from converters.prove.sources import unrecorded
+from converters.prove.unread import unread
 from formats.checkpoint import ASSETS, MANIFEST, Checkpoint
-from formats.errors import OptionNeededError, SourceError, UsageError, VerificationError, some
+from formats.errors import OptionNeededError, SourceError, UsageError, VerificationError, count, some
 from formats.huggingface import folder as huggingface
 from formats.model.spec import ModelSpec, Spec, Verbatim
 
@@ -91,6 +93,8 @@ class Verified:
         notes: what was not compared, or does not count.
         files: small files that are not those that the manifest records, such as a tokenizer, or the settings of an
             optimizer.
+        damaged: sentences on what no tensor was compared of, such as rows of vocabulary padding, and is not what was
+            written, by the checksums of the files.
     """
 
     out: Path
@@ -102,17 +106,18 @@ class Verified:
     differing: tuple[str, ...]
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not (self.settings or self.differing or self.files)
+        return not (self.settings or self.differing or self.files or self.damaged)
 
     def require(self, hint: str = "") -> None:
         """Raise an error if something differs.
 
         Raises:
-            VerificationError: settings, tensors or files differ.
+            VerificationError: settings, tensors or files differ, or a file is damaged.
         """
         if self.settings:
             settings = "; ".join(self.settings)
@@ -121,6 +126,11 @@ class Verified:
             names = ", ".join(self.differing[:5]) + (" …" if len(self.differing) > 5 else "")
             raise VerificationError(
                 f"{len(self.differing)} of {self.tensors} tensors of {self.out} differ from {self.name}: {names}", hint
+            )
+        if self.damaged:
+            parts = count(len(self.damaged), "part is", "parts are")
+            raise VerificationError(
+                f"{self.out} is damaged: {parts} not what was written: {some(self.damaged, 3)}", "copy it again"
             )
         if self.files:
             differ = "is" if len(self.files) == 1 else "are"
@@ -135,7 +145,7 @@ class Verified:
         """The record that `convert verify --json` prints."""
         sides = {"equal": self.equal, "digest": self.digest, "against": self.against}
         lists = {"settings": list(self.settings), "differing": list(self.differing), "files": list(self.files)}
-        return {**sides, **lists}
+        return {**sides, **lists, "damaged": list(self.damaged)}
 
 
 @dataclass(frozen=True)
@@ -281,7 +291,7 @@ def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
     notes = [cast] * (here != there)
     if others := file_differences(checkpoint, source):
         notes.append(f"{APART} (here | there): {some(others, 6)}")
-    return _verified(checkpoint, out, str(src), _hashed(jobs, effects), {}, differing, notes, effects)
+    return _verified(checkpoint, out, str(src), _hashed(jobs, effects), None, differing, notes, effects)
 
 
 def _verified(
@@ -289,7 +299,7 @@ def _verified(
     out: Path,
     name: str,
     against: dict[str, str],
-    states: dict[str, str],
+    states: dict[str, str] | None,
     settings: list[str],
     notes: list[str],
     effects: Effects,
@@ -298,12 +308,14 @@ def _verified(
     """Compare the digests of a checkpoint, and of its optimizer states where `states` are known, with recorded ones.
 
     `read` computes the digests, if not all tensors are to be read from the first to the last; tensors that it leaves
-    out, as for a share, are not compared.
+    out, as for a share, are not compared. Of what the digests leave out, the checksums of the files are compared, with
+    states None of the entries that weights are in.
     """
     from converters.plan.state_jobs import state_jobs
     from converters.plan.training_state import training_of, with_parameters
 
-    plan, there = plan_reading(checkpoint), {**against, **states}
+    plan, there = plan_reading(checkpoint), {**against, **(states or {})}
+    apart = dict[str, Checkpoint]()
     weights = {job.name for job in plan.jobs}
     if states:
         written = with_parameters(checkpoint, {name.partition(".")[2] for name in states})
@@ -317,7 +329,19 @@ def _verified(
     wrong = sorted(tensor for tensor in {*here, *there} - left_out if here.get(tensor) != there.get(tensor))
     counted = len({*here, *there} - left_out)
     totals = total({name: digest for name, digest in here.items() if name in weights}), total(against)
-    return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes))
+    read_of = [checkpoint, *apart.values()]
+    faults = () if left_out else _damaged(read_of, plan.jobs, effects, others=states is not None)
+    return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes), damaged=faults)
+
+
+def _damaged(checkpoints: list[Checkpoint], jobs: Iterable[Job], effects: Effects, *, others: bool) -> tuple[str, ...]:
+    """Sentences on the members of archives that digests leave out (`unread`) and whose CRC-32 differs."""
+    limits = effects.limits
+    paths, is_checked = unread(checkpoints, jobs, copies=limits.replicas == "verify", others=others)
+    if not paths:
+        return ()
+    with effects.progress("checking", sum(path.stat().st_size for path in paths)) as progress:
+        return check(paths, limits.threads, progress.advance, is_checked).damaged
 
 
 def _are_weights(state: Checkpoint, checkpoint: Checkpoint) -> bool:
@@ -384,7 +408,7 @@ def verify(out: Place, src: Place | None = None, **options: Unpack[Proving]) -> 
         options: by the flags of `convert verify`.
 
     Raises:
-        VerificationError: settings, tensors or small files differ.
+        VerificationError: settings, tensors or small files differ, or what no digest is of is damaged.
         SourceError: a checkpoint cannot be read, or there is no manifest.
     """
     stated = checked(options, Proving.__optional_keys__)

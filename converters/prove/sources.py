@@ -86,7 +86,7 @@ def compared(plan: Plan, *, unchanged: bool = False) -> Plan:
 
     def noted(read: Job) -> Job:
         part = next(iter(read.sources), None)
-        if part is None or read.moment or (read.partial and read.replicas) or not _is_stored(read):
+        if part is None or read.moment or (read.partial and read.replicas) or not is_stored(read):
             return read
         name = f"{MASTERS}.{read.name}" if read.twins and not read.state else read.name
         digest = known.get(homes.get(part.fragment.path, Path()), {}).get(name)
@@ -101,7 +101,7 @@ def compared(plan: Plan, *, unchanged: bool = False) -> Plan:
     return replace(plan, jobs=tuple(map(changing, plan.jobs)))
 
 
-def _is_stored(read: Job) -> bool:
+def is_stored(read: Job) -> bool:
     """Whether the elements that a job reads are in files, and not computed from what is there."""
     fragments = [part.fragment for part in read.sources]
     every = (piece for fragment in fragments for piece in (fragment, *(inner for _, inner in fragment.pieces)))

@@ -32,9 +32,11 @@ def require_own(source: Checkpoint, optimizer: str, where: Path) -> None:
     models = [own, *_others(source)]
     near = {model: _nearness(model, optimizer) for model in models}
     nearest = [model for model in models if near[model] == max(near.values())]
-    trained = [model for model in nearest if not COPY.fullmatch(_last(model))] if len(nearest) > 1 else nearest
+    trained = nearest
     if len(trained) > 1:
-        trained = [model for model in trained if _last(model) in CONTAINERS]
+        trained = [model for model in trained if not any(map(COPY.fullmatch, model.split(".")))]
+    if len(trained) > 1:
+        trained = [model for model in trained if model.rpartition(".")[2] in CONTAINERS]
     if trained != [own]:
         of = f"is of {trained[0] or 'the top level'}" if len(trained) == 1 else f"may be of {' or '.join(nearest)}"
         also = f", or name that one with --container {trained[0]}" if len(trained) == 1 and trained[0] else ""
@@ -65,7 +67,3 @@ def _nearness(model: str, optimizer: str) -> tuple[int, int]:
 
 def _words(container: str) -> set[str]:
     return {*re.split(r"[._]", container)}
-
-
-def _last(container: str) -> str:
-    return container.rpartition(".")[2]

@@ -568,6 +568,12 @@ CONTAINERS = {
     "of its own model": ({"policy": ["model"], "value": ["model", "optim"]}, "value.model", None),
     "of the model beside an average": ({"": ["model", "ema", "optim"]}, "model", None),
     "not of the average": ({"": ["model", "ema", "optim"]}, "ema", "optim is of model"),
+    "beside an average in a folder of its own": ({"": ["model", "optim"], "ema": ["model"]}, "model", None),
+    "not of an average in a folder of its own": (
+        {"": ["model", "optim"], "ema": ["model"]},
+        "ema.model",
+        "optim is of model",
+    ),
     "of an application's": ({"app": ["model", "optim"]}, "app.model", None),
     "not of an application's average": ({"app": ["model", "ema", "optim"]}, "app.ema", "app.optim is of app.model"),
     "of a model at the top level": ({"": ["", "optim"]}, "", None),
@@ -592,7 +598,7 @@ def test_the_optimizer_is_that_of_the_container(trained, convert, tmp_path, what
     optim = flat(copy.deepcopy(saved)) if flattened else saved["optim"]
     state: State = {}
     for outer, names in held.items():
-        place = state.setdefault(outer, {}) if outer else state
+        place: State = state.setdefault(outer, {}) if outer else state
         for name in names:
             entry: Any = optim if "optim" in name else saved["model"]
             place |= {name: [entry] if name == "optimizer_states" else entry} if name else entry

@@ -88,7 +88,8 @@ def holders(_: Family) -> dict[str, bool]:
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open an FSDP checkpoint: its metadata and the headers of its files."""
     folder, list_tensors = next((path / inside, kind) for inside in INSIDE if (kind := lister(path / inside)))
-    require_one_save(folder.parent if folder.name == INSIDE[1] else folder)
+    for place in dict.fromkeys((path, folder.parent if folder.name == INSIDE[1] else folder)):
+        require_one_save(place, folder)
     listing = list_tensors(folder, settings)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)

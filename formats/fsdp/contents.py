@@ -22,12 +22,34 @@ from formats.torch_files.archive import TorchFile, read_torch
 
 SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 FULL = "pytorch_model_fsdp.bin"
-BY_KIND = (
-    ("pytorch_model_fsdp_0", FULL, "pytorch_model_fsdp_0_rank0.bin"),
-    ("optimizer_0", "optimizer.bin", "optimizer_0_rank0.bin"),
+DCP = r"(?:__\d+)?\.metadata|__.*\.distcp"
+HUGGING_FACE = "weights of Hugging Face"
+"""Kind of files: those of `_consolidated`."""
+SAVES = (
+    (DCP, r"pytorch_model_fsdp\.bin"),  # the second is told in a note
+    (r"shard-\d{5}-model-.*\.safetensors", DCP),  # the first likewise
+    ("sharded", HUGGING_FACE),
+    (HUGGING_FACE, r"optimizer\.bin"),
+    ("pytorch_model_fsdp_0", "optimizer_0"),
+    (r"pytorch_model_fsdp\.bin", r"optimizer\.bin"),
+    (r"pytorch_model_fsdp_rank\d+\.(?:bin|pt)", "optimizer_0"),
+    (r"pytorch_model_fsdp_0_rank\d+\.(?:bin|pt)", r"optimizer_0_rank_?\d+\.(?:bin|pt)"),
+    (r"pytorch_model_rank\d+\.(?:bin|pt)", "optimizer_0"),
+    (r"pytorch_model_rank\d+\.(?:bin|pt)", r"optimizer\.bin"),
+    (r"model_world_size_\d+_rank_\d+\.(?:bin|pt)", r"optim_world_size_\d+_rank_?\d+\.(?:bin|pt)"),
+    ("actor", "optimizer_0"),  # this optimizer is not read, nor in the next rows
+    ("policy", "optimizer_0"),
+    ("model_and_optim", "optimizer_0"),
 )
-"""The names of a model, and of its optimizer, by the kind of its state dict: sharded, full, local. A save of accelerate
-has one of each (1.15.0, utils/fsdp_utils.py `save_fsdp_model`, `save_fsdp_optimizer`)."""
+"""The kinds of files and folders that may be beside one another, as patterns of their names; kinds that no row has
+together are of two saves.
+
+Facts: accelerate 1.15.0, utils/fsdp_utils.py `save_fsdp_model` and `save_fsdp_optimizer` (sharded, full, local, and
+sharded without DCP); of `pytorch_model_rank*` accelerate 0.18.0 (utils/dataclasses.py) and 0.21.0; verl
+utils/checkpoint/fsdp_checkpoint_manager.py. torchtitan, llama-cookbook, Composer and Lightning save a model and its
+optimizer in one DCP folder, OLMo-core in `model_and_optim`."""
+PLACES = ("sharded", "actor", "policy", "model_and_optim")
+"""The kinds that are folders, which count if they hold a checkpoint."""
 
 
 class Listing(NamedTuple):
@@ -65,20 +87,29 @@ def contents(path: Path, listing: Listing) -> dict[str, Any]:
     }
 
 
-def require_one_save(folder: Path) -> None:
-    """Refuse a folder in which accelerate has saved twice, in state dicts of two kinds.
+def require_one_save(folder: Path, read: Path) -> None:
+    """Refuse a folder with files of kinds that no trainer saves together.
+
+    Args:
+        folder: the folder of a save.
+        read: the folder of the weights that are read: `folder`, or one in it. Only in the first case do weights of
+            Hugging Face count in `folder`, which a trainer may have exported beside its own.
 
     Raises:
-        RefusedError: it holds two models, or two optimizers.
+        RefusedError: it holds two models, two optimizers, or the model of one save and the optimizer of another.
     """
-    for names in BY_KIND:
-        saved = [name for name in names if (folder / name).exists()]
-        if len(saved) > 1:
-            raise RefusedError(
-                f"{folder} holds {saved[0]} and {saved[1]}, which accelerate writes for state dicts of two kinds: they "
-                "are of two saves",
-                f"move the model and the optimizer of one of the saves out of {folder}",
-            )
+    names = sorted(path.name for path in folder.iterdir())
+    kinds = {kind for save in SAVES for kind in save}
+    held = {kind: name for name in reversed(names) for kind in kinds if re.fullmatch(kind, name)}
+    held = {kind: name for kind, name in held.items() if kind not in PLACES or lister(folder / name)}
+    if folder == read and lister(folder) is _consolidated:
+        held[HUGGING_FACE] = HUGGING_FACE
+    if held and not any(held.keys() <= {*save} for save in SAVES):
+        raise RefusedError(
+            f"{folder} holds {', '.join(sorted(held.values()))}, which no trainer saves together: they are of two "
+            "saves",
+            f"move the model and the optimizer of one of the saves out of {folder}",
+        )
 
 
 def lister(folder: Path) -> Callable[[Path, Settings], Listing] | None:

@@ -55,9 +55,6 @@ def with_parameter_names(
         SourceError: the ranks differ.
         UnsupportedError: the numbers are not those of the parameters of this model.
     """
-    if files.keys() != models.keys():
-        counts = f"{len(files)} dumps of an optimizer and {len(models)} of its model"
-        raise SourceError(f"{next(iter(files.values())).path.parent} holds {counts}", "copy the dumps of all ranks")
     parameters = [_parameters(rank, file) for rank, file in models.items()]
     first = next(iter(files.values())).path
     for rank, other in zip(models, parameters, strict=True):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, some
 from formats.fsdp import checkpoint as fsdp
-from formats.fsdp import native, nearby_config, numbered, olmo_core, trainer_step
+from formats.fsdp import native, nearby_config, numbered, olmo_core, optimizer_owner, trainer_step
 from formats.fsdp.contents import lister
 from formats.layout.pieces import Scattered, place_pieces
 from formats.layout.placed import Placed, match
@@ -56,7 +56,7 @@ from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain, small_of
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.rank_dumps import FlatPart
-from formats.torch_files.saved_names import OPTIM_DUMP
+from formats.torch_files.saved_names import MODEL_DUMP, OPTIM_DUMP
 from formats.torch_files.wrappers import unwrapped
 
 KNOWN = {"step", *(name for names in MOMENTS.values() for name in names)}
@@ -105,7 +105,7 @@ def find(source: Checkpoint) -> OptimizerEntries | None:
     """Find the optimizer of an opened FSDP checkpoint; None when there is none.
 
     Raises:
-        SourceError: the optimizer holds a state of a parameter twice.
+        SourceError: the optimizer holds a state of a parameter twice, or is of other ranks than the model.
         UnsupportedError: there are several optimizers.
     """
     home = source.home
@@ -119,6 +119,9 @@ def find(source: Checkpoint) -> OptimizerEntries | None:
         return _optimizer_entries(_dcp(outer / FOLDER))
     if any(map(OPTIM_DUMP.fullmatch, names)):
         files = rank_dumps.open_ranks(outer, OPTIM_DUMP)
+        if len(files) != (models := sum(map(bool, map(MODEL_DUMP.fullmatch, names)))):
+            counts = f"{len(files)} dumps of an optimizer and {models} of its model"
+            raise SourceError(f"{outer} holds {counts}", "copy the dumps of all ranks")
         if numbered.is_numbered(files):
             files = numbered.with_parameter_names(files, rank_dumps.open_ranks(outer), tied=source.spec.tied)
         return _optimizer_entries(_files(outer, files))
@@ -194,8 +197,8 @@ def read(source: Checkpoint) -> Optimizer:
     Raises:
         SourceError: there is no optimizer, it is damaged or incomplete, or it has made other steps than the trainer
             counts (`trainer_step`).
-        UnsupportedError: the optimizer is not Adam, Lion or Muon, is saved in an unknown way, or is of a model of
-            images under a trainer's own names.
+        UnsupportedError: the optimizer is not Adam, Lion or Muon, is saved in an unknown way, is of a model of images
+            under a trainer's own names, or of another model than the one in the chosen container (`optimizer_owner`).
     """
     optimizer = find(source)
     if optimizer is None:
@@ -206,6 +209,7 @@ def read(source: Checkpoint) -> Optimizer:
             f"{source.root}: the optimizer of a model of images under {trainer}'s names is not read",
             "convert the weights without --with-optimizer",
         )
+    optimizer_owner.require_own(source, optimizer.container.removesuffix("."), optimizer.listing.where)
     _require_known(optimizer)
     moved = {key for keys in optimizer.states.values() for key in keys}
     buffers = (source.buffers or frozenset()) - moved

@@ -561,3 +561,75 @@ def test_what_verl_saves_beside_its_model_is_told(model, convert, tmp_path):
     refused(convert("hf2fsdp", actor, tmp_path / "out", "--with-optimizer", *config), 4, "numbers its parameters")
     assert "optimizer       cannot be converted" in convert("inspect", actor, *config).out
     assert convert("fsdp2hf", actor, tmp_path / "hf", *config).code == 0
+
+
+CONTAINERS = {
+    "of another model": ({"policy": ["model"], "value": ["model", "optim"]}, "policy.model", "value.optim is of value"),
+    "of its own model": ({"policy": ["model"], "value": ["model", "optim"]}, "value.model", None),
+    "of the model beside an average": ({"": ["model", "ema", "optim"]}, "model", None),
+    "not of the average": ({"": ["model", "ema", "optim"]}, "ema", "optim is of model"),
+    "beside an average in a folder of its own": ({"": ["model", "optim"], "ema": ["model"]}, "model", None),
+    "not of an average in a folder of its own": (
+        {"": ["model", "optim"], "ema": ["model"]},
+        "ema.model",
+        "optim is of model",
+    ),
+    "of an application's": ({"app": ["model", "optim"]}, "app.model", None),
+    "not of an application's average": ({"app": ["model", "ema", "optim"]}, "app.ema", "app.optim is of app.model"),
+    "of a model at the top level": ({"": ["", "optim"]}, "", None),
+    "beside an average, of a model at the top level": ({"": ["", "ema", "optim"]}, "", None),
+    "not of the average of such a model": ({"": ["", "ema", "optim"]}, "ema", "optim is of the top level"),
+    "of Lightning's": ({"": ["state_dict", "optimizer_states"]}, "state_dict", None),
+    "in another folder of the dictionary": ({"": ["model"], "app": ["optim"]}, "model", None),
+    "named after another model": ({"": ["model", "critic", "critic_optim"]}, "model", "critic_optim is of critic"),
+    "named after its own model": ({"": ["model", "critic", "critic_optim"]}, "critic", None),
+    "of one of two": ({"": ["actor", "critic", "optim"]}, "actor", "optim may be of actor or critic"),
+    "beside a reference": ({"": ["actor", "ref", "optim"]}, "actor", None),
+}
+"""The models and optimizers by the path before them, the container of the model, and what is said where it is not the
+optimizer's."""
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("what", CONTAINERS)
+def test_the_optimizer_is_that_of_the_container(trained, convert, tmp_path, what, flattened):
+    held, container, said = CONTAINERS[what]
+    source, saved = trained
+    optim = flat(copy.deepcopy(saved)) if flattened else saved["optim"]
+    state: State = {}
+    for outer, names in held.items():
+        place: State = state.setdefault(outer, {}) if outer else state
+        for name in names:
+            entry: Any = optim if "optim" in name else saved["model"]
+            place |= {name: [entry] if name == "optimizer_states" else entry} if name else entry
+    options = ("--config", source, "--container", container)
+    folder = save(tmp_path / "c", state)
+    assert convert("fsdp2hf", folder, tmp_path / "weights", *options).code == 0
+    for command, more in (("hf2fsdp", ("--with-optimizer",)), ("zero2universal", ())):
+        ran = convert(command, folder, tmp_path / command, *more, *options)
+        if said:
+            refused(ran, 4, f"{folder}: its optimizer {said}", f"and not of {container!r}", "without --with-optimizer")
+        else:
+            assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    ("weights_of", "optimizer_of"),
+    [
+        ("pytorch_model_fsdp_0_rank{}.bin", "optimizer_0_rank{}.bin"),
+        ("model_world_size_2_rank_{}.pt", "optim_world_size_1_rank_{}.pt"),
+    ],
+)
+def test_dumps_of_an_optimizer_of_other_ranks(trained, convert, tmp_path, weights_of, optimizer_of):
+    """As where a training went on with fewer ranks, and only its optimizer was copied."""
+    import torch
+
+    source, saved = trained
+    run = tmp_path / "run"
+    run.mkdir()
+    for rank in range(2):
+        torch.save(saved["model"], run / weights_of.format(rank))
+    torch.save(saved["optim"], run / optimizer_of.format(0))
+    assert convert("fsdp2hf", run, tmp_path / "weights", "--config", source).code == 0
+    ran = convert("hf2fsdp", run, tmp_path / "out", "--with-optimizer", "--config", source)
+    refused(ran, 3, f"{run} holds 1 dumps of an optimizer and 2 of its model")

@@ -148,10 +148,22 @@ def test_weights_of_another_checkpoint_beside_those_of_dcp_are_told(model, conve
 
 
 @pytest.mark.parametrize(
-    "names", [("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), ("optimizer.bin", "optimizer_0_rank0.bin")]
+    "names",
+    [
+        ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"),
+        ("optimizer.bin", "optimizer_0_rank0.bin"),
+        ("pytorch_model_fsdp_rank0.bin", "optimizer_0"),
+        ("pytorch_model_fsdp_0_rank0.bin", "optimizer_0"),
+        ("pytorch_model_rank0.bin", "optimizer_0"),
+        ("model_world_size_1_rank_0.pt", "optimizer_0"),
+        ("optim_world_size_1_rank_0.pt",),
+        ("optimizer.bin",),
+        (".metadata", "optimizer_0"),
+        ("shard-00001-model-00001-of-00001.safetensors",),
+    ],
 )
-def test_two_saves_of_accelerate_in_one_folder(model, convert, tmp_path, names):
-    """Of two kinds of state dict, each of which has a model and an optimizer."""
+def test_two_saves_in_one_folder(model, convert, tmp_path, names):
+    """A model in the folder of accelerate, with files beside it that no trainer saves together with it."""
     run = tmp_path / "checkpoint-3"
     assert convert("hf2fsdp", model(), run / "pytorch_model_fsdp_0").code == 0
     shutil.copy(model() / "config.json", run)
@@ -161,7 +173,66 @@ def test_two_saves_of_accelerate_in_one_folder(model, convert, tmp_path, names):
             (run / name).write_bytes(b"of another save")
     for folder in (run, run / "pytorch_model_fsdp_0"):
         ran = convert("fsdp2hf", folder, tmp_path / "out")
-        refused(ran, 5, "which accelerate writes for state dicts of two kinds: they are of two saves", *names)
+        refused(ran, 5, "which no trainer saves together: they are of two saves", *names)
+
+
+@pytest.mark.parametrize(
+    ("weights", "optimizer"),
+    [
+        ("pytorch_model_fsdp.bin", "optimizer_0"),
+        ("pytorch_model_fsdp.bin", "optimizer_0_rank0.bin"),
+        ("pytorch_model_fsdp_rank0.bin", "optimizer.bin"),
+        ("pytorch_model_fsdp_rank0.bin", "optim_world_size_1_rank_0.pt"),
+        ("pytorch_model_fsdp_0_rank0.bin", "optimizer_0"),
+        ("pytorch_model_rank0.bin", "optimizer_0_rank0.bin"),
+        ("model_world_size_1_rank_0.pt", "optimizer_0"),
+        ("model_world_size_1_rank_0.pt", "optimizer_0_rank0.bin"),
+        ("shard-00001-model-00001-of-00001.safetensors", "optimizer_0"),
+        ("model.safetensors", "optimizer_0"),
+        (".metadata", "optimizer_0"),
+        (".metadata", "optimizer.bin"),
+        (".metadata", "optim_world_size_1_rank_0.pt"),
+        (".metadata", "model_world_size_1_rank_0.pt"),
+    ],
+)
+def test_the_weights_of_one_trainer_and_the_optimizer_of_another(tmp_path, weights, optimizer):
+    from formats.errors import RefusedError
+    from formats.fsdp.contents import require_one_save
+
+    (tmp_path / weights).write_bytes(b"weights")
+    require_one_save(tmp_path, tmp_path)
+    (tmp_path / optimizer).write_bytes(b"of another save")
+    with pytest.raises(RefusedError, match="no trainer saves together"):
+        require_one_save(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (
+            "pytorch_model_fsdp_0",
+            "optimizer_0",
+            "optimizer_1",
+            "pytorch_model_fsdp_1",
+            "model.safetensors",
+            "config.json",
+        ),
+        ("pytorch_model_fsdp.bin", "optimizer.bin", "model.safetensors", "config.json"),
+        ("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "optimizer_0", "config.json"),
+        ("pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin", "trainer_state.json"),
+        ("pytorch_model_rank0.bin", "optimizer.bin"),
+        ("pytorch_model_rank0.bin", "optimizer_0"),
+        ("model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt", "extra_state_world_size_1_rank_0.pt"),
+        ("model.safetensors", "optimizer.bin"),
+        (".metadata", "__0_0.distcp", "meta.pt", "model.safetensors"),
+    ],
+)
+def test_what_a_trainer_saves_together_is_one_save(tmp_path, names):
+    from formats.fsdp.contents import require_one_save
+
+    for name in names:
+        (tmp_path / name).write_bytes(b"of one save")
+    require_one_save(tmp_path, tmp_path)
 
 
 def test_two_formats_of_megatron_in_one_iteration(model, convert, tmp_path):

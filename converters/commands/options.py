@@ -220,9 +220,9 @@ topology = option_group(
                  help="Virtual pipeline chunks of each stage."),
 )  # fmt: skip
 stages = option_group(
-    click.option("--first-stage-layers", type=click.IntRange(0), metavar="N",
+    click.option("--first-stage-layers", type=click.IntRange(1), metavar="N",
                  help="Megatron: layers of the first pipeline stage; the others share the rest evenly."),
-    click.option("--last-stage-layers", type=click.IntRange(0), metavar="N", help="Megatron: the same for the last."),
+    click.option("--last-stage-layers", type=click.IntRange(1), metavar="N", help="Megatron: the same for the last."),
     click.option("--pp-layout", metavar="LAYOUT",
                  help="Megatron: the stages as in --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*29L'."),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats.checkpoint import MANIFEST
 from formats.disk.json_file import read_json
 from formats.errors import SourceError, short
 from formats.model.accepted import STEPS, TRAINER_STEP
@@ -59,6 +60,9 @@ COUNTER = "global_steps"
 """The key of the engine's step count in a model file."""
 TRAINER = "trainer_state.json"
 """The file of the Trainer of transformers, beside the folder of the model files."""
+OF_GROUPS = "optimizer_state.pt"
+"""The file of a universal checkpoint with the parameter groups, and with the step where no parameter has one."""
+UNTOLD = "no parameter has a step.pt (ds_to_universal writes none of ZeRO-3): files of two saves would not be noticed"
 
 
 def require_one_step(
@@ -76,15 +80,17 @@ def require_one_step(
         accept: the deviations that the user accepts.
 
     Returns:
-        Notes for the user, if a difference was accepted.
+        Notes for the user, if a difference was accepted, or no file tells with which step a parameter was saved.
 
     Raises:
         SourceError: the counts differ, and this was not accepted.
     """
+    untold = path is not None and path.name == OF_GROUPS and not (path.parent.parent / MANIFEST).is_file()
+    notes = [f"{path and path.parent}: {UNTOLD}"] * untold
     iterations, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
     if type(iterations) is not int or type(skipped) is not int:
-        return []
-    notes = _of_trainer(model, iterations, accept)
+        return notes
+    notes += _of_trainer(model, iterations, accept)
     if not steps or iterations - skipped in steps:
         return notes
     counted = " and ".join(f"{step:g}" for step in sorted(steps))

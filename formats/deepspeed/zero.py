@@ -88,7 +88,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tensors = dict(_states(tag, models, modules, state))
     assets = _config_folder(path, run, tag, settings, needed=not whole)
     unnamed = assets is None and settings.adapter is None
-    tensors |= _aliases(first.value, tensors, unnamed=unnamed)
+    tensors |= {} if unnamed else _aliases(first.value, tensors)
     keys = _keys(tensors, tag, settings.adapter, unnamed=unnamed)
     part = _part(assets, settings, keys)
     names, keys, notes = [*keys], part.of(keys), [*notes, *part.notes]
@@ -310,10 +310,11 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
     trained_names = [unwrapped(name) for group in training.shapes for name in group]
     outer = huggingface.outer_prefix(trained_names, source.spec)
     buffer_names = {unwrapped(name).removeprefix(outer) for name in training.model.get("buffer_names") or ()}
-    checkpoints = {}
+    checkpoints, known = {}, source.spec.shapes if isinstance(source.spec, Verbatim) else {}
     for state, each in training.states.items():
         unnamed = source.assets is None and source.settings.adapter is None
-        tensors = {**each, **_aliases(training.model, each, unnamed=unnamed)}
+        aliases = _aliases(training.model, each)  # without a config those that its module holds
+        tensors = {**each, **{name: aliases[name] for name in aliases if not unnamed or name in known}}
         keys = _keys(tensors, source.home, unnamed=unnamed)
         keys = {key.removeprefix(outer): name for key, name in keys.items()}
         every = huggingface.model_slots(source.spec, keys)
@@ -392,9 +393,9 @@ def _shared(model: Mapping[str, Any]) -> dict[str, str]:
     return {str(alias): str(owner) for alias, owner in aliases.items()}
 
 
-def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered], *, unnamed: bool) -> dict[str, Scattered]:
-    """The shared parameters in `tensors` under their second names; none if no config says that they are one."""
-    shared = {} if unnamed else _shared(model)
+def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered]) -> dict[str, Scattered]:
+    """The shared parameters in `tensors` under their second names."""
+    shared = _shared(model)
     return {alias: tensors[owner] for alias, owner in shared.items() if owner in tensors and alias not in tensors}
 
 

@@ -110,6 +110,8 @@ def test_what_deepspeed_makes_has_a_module_too(made, zero, convert, tmp_path, ki
     """Except of stage 3. Its master weights are compared with it; and it is a source of universal checkpoints."""
     run = theirs(zero, made(TWO) / kind / "global_step3", tmp_path / "theirs")
     argv = ["zero2hf", run, "--config", made(TWO) / "hf"]
+    ran = convert(*argv, tmp_path / "hf", "--weights", "fp32-master")
+    assert (ran.code, "no parameter has a step.pt" in ran.err) == (0, kind == "zero3"), ran.err
     if kind != "zero3":  # whose model files hold no weights; of the others they are copied into it, and compared
         assert convert(*argv, tmp_path / "module").code == 0
         assert differences(tmp_path / "module", made(TWO) / f"{kind}.truth.safetensors", "module") == []
@@ -125,6 +127,19 @@ def test_what_deepspeed_makes_has_a_module_too(made, zero, convert, tmp_path, ki
     assert ran.code == 0, ran.err
     assert convert("zero2hf", tmp_path / "ours", tmp_path / "moments", "--weights", "exp_avg").code == 0
     assert differences(tmp_path / "moments", made(TWO) / f"{kind}.truth.safetensors", "exp_avg") == []
+
+
+def test_a_tied_head_of_deepspeed_is_verified_without_a_config(made, zero, convert, tmp_path):
+    """`verify` said that the head was not trained, and looked at nothing; its model file says of what it is a name."""
+    import torch
+
+    run = theirs(zero, made(TIED) / "zero1" / "global_step3", tmp_path / "theirs")
+    ran = convert("verify", run)
+    assert (ran.code, "not looked at" in ran.err) == (0, False), ran.err
+    shutil.copytree(run, tmp_path / "mixed")
+    step = next((tmp_path / "mixed").rglob("*q_proj.weight/step.pt"))
+    torch.save(torch.tensor(2.0), step)
+    assert "have made different numbers of steps" in convert("verify", tmp_path / "mixed").err
 
 
 def test_apex_of_stage_3_counts_in_the_groups(made, zero, convert, tmp_path):

@@ -90,7 +90,7 @@ def test_what_does_not_divide_is_refused(model, convert, tmp_path, name, changes
 UNEVEN = [
     ["--pp", 2, "--first-stage-layers", 1],
     ["--pp", 3, "--first-stage-layers", 1, "--last-stage-layers", 1],
-    ["--pp", 2, "--last-stage-layers", 0],
+    ["--pp", 2, "--last-stage-layers", 1],
     ["--pp", 2, "--vpp", 2, "--last-stage-layers", 2, "--tp", 2],
     ["--pp", 2, "--pp-layout", "Et|(t|)*2tL"],
     ["--pp", 3, "--pp-layout", "Etttt||L"],
@@ -122,6 +122,8 @@ def test_stages_of_different_sizes_come_back(model, convert, tmp_path, options):
     ("options", "code", "reason"),
     [
         (["--first-stage-layers", 1], 2, "one pipeline stage holds all layers"),
+        (["--pp", 2, "--first-stage-layers", 0], 2, "0 is not in the range x>=1"),
+        (["--pp", 2, "--last-stage-layers", 0], 2, "0 is not in the range x>=1"),
         (["--pp-layout", "EttttL"], 2, "one pipeline stage holds all layers"),
         (["--pp", 2, "--pp-layout", "Et|tttL", "--first-stage-layers", 1], 2, "how many layers each stage has"),
         (["--pp", 2, "--first-stage-layers", 5], 5, "would hold 5 layers, the model has 4"),

@@ -50,6 +50,8 @@ def written(value: object) -> str:
     """A value of TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
     return json.dumps(value)
 
 

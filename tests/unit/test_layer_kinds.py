@@ -96,7 +96,6 @@ def test_what_megatron_has_not(model, convert, tmp_path, options, code, reason):
     [
         (["--pp", 2, "--pp-layout", "Ett|ttL"], 5, "a pipeline layout, or a last stage without layers, is not"),
         (["--pp", 2, "--pp-layout", "Ett|ttL", "--format", "torch_dist"], 5, "a pipeline layout, or a last stage"),
-        (["--pp", 2, "--last-stage-layers", 0], 5, "or a last stage without layers, is not"),
     ],
 )
 def test_where_a_second_token_is_not_predicted(model, convert, tmp_path, options, code, reason):

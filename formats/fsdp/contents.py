@@ -26,8 +26,8 @@ DCP = r"(?:__\d+)?\.metadata|__.*\.distcp"
 HUGGING_FACE = "weights of Hugging Face"
 """Kind of files: those of `_consolidated`."""
 SAVES = (
-    (DCP, r"pytorch_model_fsdp\.bin"),  # the second is told in a note
-    (r"shard-\d{5}-model-.*\.safetensors", DCP),  # the first likewise
+    (DCP, r"pytorch_model_fsdp\.bin"),  # a note names the second
+    (r"shard-\d{5}-model-.*\.safetensors", DCP),  # and here the first
     ("sharded", HUGGING_FACE),
     (HUGGING_FACE, r"optimizer\.bin"),
     ("pytorch_model_fsdp_0", "optimizer_0"),

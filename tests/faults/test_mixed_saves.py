@@ -228,11 +228,16 @@ def test_the_weights_of_one_trainer_and_the_optimizer_of_another(tmp_path, weigh
     ],
 )
 def test_what_a_trainer_saves_together_is_one_save(tmp_path, names):
+    from formats.errors import RefusedError
     from formats.fsdp.contents import require_one_save
 
     for name in names:
         (tmp_path / name).write_bytes(b"of one save")
     require_one_save(tmp_path, tmp_path)
+    other = "optimizer_0" if "world_size" in names[0] else "model_world_size_1_rank_0.pt"
+    (tmp_path / other).write_bytes(b"of another")
+    with pytest.raises(RefusedError, match=f"holds .*{other}.*, which no trainer saves together"):
+        require_one_save(tmp_path, tmp_path)
 
 
 def test_two_formats_of_megatron_in_one_iteration(model, convert, tmp_path):

@@ -85,8 +85,9 @@ def require_one_step(
     Raises:
         SourceError: the counts differ, and this was not accepted.
     """
-    untold = path is not None and path.name == OF_GROUPS and not (path.parent.parent / MANIFEST).is_file()
-    notes = [f"{path and path.parent}: {UNTOLD}"] * untold
+    notes = list[str]()
+    if path is not None and path.name == OF_GROUPS and not (path.parent.parent / MANIFEST).is_file():
+        notes.append(f"{path.parent}: {UNTOLD}")
     iterations, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
     if type(iterations) is not int or type(skipped) is not int:
         return notes

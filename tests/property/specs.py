@@ -164,6 +164,8 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
 def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
     """The values, where the table ties them: to the only one that it supports, or to another setting."""
     keys, first = {**USUAL, **family.keys}, dict[str, str]()
+    if keys.get("rotary_fraction") in family.requires:
+        values["head_dim"] *= 2  # half of it is even too
     if {"mamba_expand", "expand"} & values["own"].keys():  # times the hidden size: the width of all heads
         key = "mamba_expand" if "mamba_expand" in values["own"] else "expand"
         values |= {"hidden": values["heads"] * values["head_dim"], "state_heads": values["heads"]}

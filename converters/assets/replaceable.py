@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from converters.assets.trusted import OTHER_WEIGHTS, TRAVELS, stays
+from formats.detect.rivals import ONE_MODEL
 from formats.errors import some
 from formats.registry import others_inside
 
@@ -36,6 +37,9 @@ NAMES = {
 FOLDERS = re.compile(r"wandb|mlruns|\.cache|__pycache__|\.locks?|custom_generate")
 """Folders of programs that copy code and settings of a training, and of a model's own `generate`: with any contents but
 another checkpoint."""
+ADAPTERS = "adapter_model.*"
+"""The weights of an adapter of PEFT: in a checkpoint's folder they are another model, but for one that a trainer has
+saved with them."""
 _LOG = re.compile(NAMES[LOGS], re.ASCII | re.IGNORECASE)
 _KNOWN = re.compile("|".join(f"(?:{names})" for names in NAMES.values()), re.ASCII | re.IGNORECASE | re.DOTALL)
 
@@ -79,5 +83,7 @@ def reason_to_keep(folder: Path, odd: Sequence[str] | None = None) -> str:
     if others := others_inside(folder):
         several = f"{len(others)} other checkpoints" if len(others) > 1 else "another checkpoint"
         return f"holds {several}: {some(others, 4)}"
+    if adapters := [] if (folder / ONE_MODEL).is_file() else sorted(folder.glob(ADAPTERS)):
+        return f"holds the weights of an adapter: {adapters[0].name}"
     odd = foreign(folder) if odd is None else odd
     return f"holds what no checkpoint has: {some(odd, 4)}" if odd else ""

@@ -113,10 +113,19 @@ def recorded_files(home: Path) -> dict[str, str]:
     return dict(read_json(home / MANIFEST).get("files") or {})
 
 
+def absent_run(home: Path, names: Iterable[str]) -> list[str]:
+    """Of recorded files, those of the run around a folder, if none of them is there: the folder was copied alone.
+
+    In a run that has some of them, the others are missing.
+    """
+    around = [name for name in names if name.startswith("../")]
+    return [] if any((home.parent / name[3:]).exists() for name in around) else around
+
+
 def changed_files(home: Path, sections: Iterable[str] = RECORDED) -> list[str] | None:
     """The files that differ from a folder's manifest, of those in `RECORDED`; None if it records no small files.
 
-    Files above the folder (`../`), of the run around it, may be absent.
+    Those of an `absent_run` do not differ.
 
     Args:
         home: the folder of the manifest.
@@ -130,8 +139,8 @@ def changed_files(home: Path, sections: Iterable[str] = RECORDED) -> list[str] |
         remembered = facts.get(section, {})
         if not isinstance(remembered, dict) or not all(isinstance(digest, str) for digest in remembered.values()):
             raise SourceError(f"{home / MANIFEST} is not a manifest of vitruvian")
-        sums = RECORDED[section](home, remembered)
-        changed += [name for name in sums if sums[name] != remembered[name] and (sums[name] or name[:3] != "../")]
+        sums, absent = RECORDED[section](home, remembered), absent_run(home, remembered)
+        changed += [name for name in sums if sums[name] != remembered[name] and name not in absent]
     return changed if "files" in facts else None
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from converters.assets.trusted import is_read_with_model
 from converters.common.manifest import (
+    absent_run,
     changed_files,
     completed,
     contradictions,
     is_verbatim,
     read_manifest,
+    recorded_files,
     remembered_states,
     total,
 )
@@ -259,6 +261,8 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     differing = contradictions(checkpoint.spec.settings(), completed(facts, checkpoint.spec))
     changed = changed_files(checkpoint.home)
     notes = [UNCOMPARED_FILES] if changed is None else []
+    if absent := absent_run(checkpoint.home, recorded_files(checkpoint.home)):
+        notes.append(f"{checkpoint.home} is without the run around it: not compared is {some(absent, 4)}")
     if beside := unrecorded(checkpoint):
         notes.append(f"{some(beside, 5)} of {out}: not in {MANIFEST}, and programs may take it for a part of the model")
     states = remembered_states(checkpoint.home)

@@ -26,8 +26,11 @@ from converters.library.conversion import plan
 from converters.library.exporting import Export, ExportError, export_one
 from converters.library.options import Planning
 from converters.library.watch_log import LOG, Record, Watch, appending, claimed, last, note, records
+from converters.move.journal import JOURNAL
+from formats.checkpoint import MANIFEST
 from formats.detect import commits
-from formats.errors import Interrupted, OptionNeededError, OutputError, SourceError, UsageError
+from formats.errors import Interrupted, OptionNeededError, OutputError, SourceError, UsageError, some
+from formats.registry import MODEL
 
 ENDED = ("converted", "failed", "gone", "removed", "left")
 """States of a checkpoint that is not to be converted, as long as its files are the same."""
@@ -207,7 +210,7 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
         if claim is None or not _is_due(watch, saved, record):
             return None
         if not mark and not out.exists():
-            shutil.rmtree(_staging(out), ignore_errors=True)
+            _delete_unfinished(watch, out)
             if record is not None:
                 note(watch, name, "gone", step=saved.step, mark=record["mark"])
             return None
@@ -227,7 +230,7 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
             facts["mark"] = began["mark"]
         else:
             if began is None or began["mark"] != mark:
-                shutil.rmtree(_staging(out), ignore_errors=True)
+                _delete_unfinished(watch, out)
             note(watch, name, "began", **facts)
         if digest is not None and watch.push is None:
             export = Export(folder, out, digest)
@@ -237,15 +240,25 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
             )
         state = _state(export, record)
         if state == "gone":
-            shutil.rmtree(_staging(out), ignore_errors=True)
+            _delete_unfinished(watch, out)
         outcome = {key: value for key, value in export.outcome.items() if value}
         note(watch, name, state, **facts, **outcome)
         return None if state == "gone" else export
 
 
-def _staging(out: Path) -> Path:
-    """The folder of an unfinished conversion (`Request.staging`)."""
-    return out.with_name(out.name + ".partial")
+def _delete_unfinished(watch: Watch, out: Path) -> None:
+    """Delete the folder of an unfinished conversion (`Request.staging`), which a folder without its journal is not."""
+    staging = out.with_name(out.name + ".partial")
+    if (staging / JOURNAL).is_file():
+        _delete(watch, staging)
+
+
+def _delete(watch: Watch, folder: Path) -> None:
+    """Delete a folder of the models: it is renamed out of its place in one step, then its files are deleted."""
+    old = watch.place / f"{folder.name}.old"
+    shutil.rmtree(old, ignore_errors=True)  # of a process that was killed
+    folder.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _state(export: Export, before: Record | None) -> str:
@@ -264,7 +277,7 @@ def _state(export: Export, before: Record | None) -> str:
 
 
 def _remove(watch: Watch) -> None:
-    """Delete the models that are not kept: each is renamed out of its place in one step, then its files are deleted.
+    """Delete the models that are not kept.
 
     One in which the user has put files or checkpoints of their own is left where it is, whatever becomes of these.
     """
@@ -275,11 +288,10 @@ def _remove(watch: Watch) -> None:
             record = _not_kept(watch).get(name)
             if claim is None or record is None:
                 continue
-            model, old = watch.out / name, watch.place / f"{name}.old"
-            reason = reason_to_keep(model)
+            model = watch.out / name
+            reason = reason_to_keep(model) or _rewritten(model)
             if not reason:
-                model.rename(old)
-                shutil.rmtree(old, ignore_errors=True)
+                _delete(watch, model)
             note(watch, name, "left" if reason else "removed", step=record["step"], mark=record["mark"])
             watch.tell_removed(model, reason)
 
@@ -298,6 +310,14 @@ def _not_kept(watch: Watch) -> dict[str, Record]:
     }
     kept = watch.kept(record["step"] for record in written.values())
     return {name: record for name, record in written.items() if record["step"] not in kept}
+
+
+def _rewritten(model: Path) -> str:
+    """Which weights of a model are newer than its manifest, which is written after them, as a predicate; or empty."""
+    written = (model / MANIFEST).stat().st_mtime_ns
+    weights = (path for path in sorted(model.iterdir()) if MODEL.fullmatch(path.name))
+    newer = [path.name for path in weights if path.stat().st_mtime_ns > written]
+    return f"has weights that are newer than its {MANIFEST}: {some(newer, 4)}" if newer else ""
 
 
 def _digest(model: Path) -> str | None:

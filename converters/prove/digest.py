@@ -75,11 +75,12 @@ def _files(target: Target, root: Path, trained: Path | None) -> dict[str, dict[s
 
 
 def _is_remembered(name: PurePath, target: Target) -> bool:
-    """Whether a manifest records a small file: one that is read with a model, or that holds the state of a training.
+    """Whether a manifest records a small file: one that is read with a model, or what is written beside the weights.
 
     Trackers beside the folder of the manifest are written again by a training that resumes.
     """
-    return is_read_with_model(name.name) or (name.suffix == STATE_FILE and name.is_relative_to(target.home))
+    written = str(name) in target.texts or name.suffix == STATE_FILE
+    return is_read_with_model(name.name) or (written and name.is_relative_to(target.home))
 
 
 def record_files(folder: Path, names: Iterable[str]) -> None:

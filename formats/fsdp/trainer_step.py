@@ -48,8 +48,11 @@ def require_same(source: Checkpoint, where: Path, step: int, saved: Any) -> tupl
         SourceError: the numbers differ, and this was not accepted; or the record of a trainer is damaged.
     """
     folder = source.home.parent if source.home.name in INSIDE[1:] else source.home
-    notes = list[str]()
-    for record, counted in _counted(folder, where, saved).items():
+    name, notes = folder.resolve().name, list[str]()
+    named, records = FOLDER.fullmatch(name), _counted(folder, where, saved)
+    if not records and named and int(named[1]) != step:
+        notes.append(f"{name} holds an optimizer that has made {step} steps")
+    for record, counted in records.items():
         if counted != step:
             difference = f"the optimizer in {where} has made {step} steps, {record} = {counted}"
             if TRAINER_STEP not in source.settings.accept:
@@ -59,8 +62,7 @@ def require_same(source: Checkpoint, where: Path, step: int, saved: Any) -> tupl
                     f"began without the optimizer of the one before: --accept {TRAINER_STEP}",
                 )
             notes.append(f"{difference}: accepted")
-        name = folder.resolve().name
-        if (named := FOLDER.fullmatch(name)) and int(named[1]) != counted:
+        if named and int(named[1]) != counted:
             notes.append(f"{name} holds step {counted}, as its files say: {record} = {counted}")
     return tuple(notes)
 

@@ -146,6 +146,9 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json for a spec: `base` with every setting that differs replaced.
 
     With an empty base the spelling is that of transformers 4, which version 5 reads too.
+
+    Raises:
+        UnsupportedError: the config of the family's class cannot say a setting.
     """
     if isinstance(spec, Verbatim):
         config = deepcopy(_unwrapped(base))
@@ -169,6 +172,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
     changed |= relative if "rotary_fraction" in family.keys else relative - {"rope"}
     config |= write((row for row in table if row.setting in changed), values, (), "the config", config)
     config |= {key: values[setting] for key, setting in family.copied.items() if key in config}
+    require_table(config, family, "the config that is written")
     return config | (tokens_beyond(config, family, spec.vocab) if "vocab" in changed else {})
 
 

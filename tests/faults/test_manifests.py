@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -127,6 +128,34 @@ def test_a_file_beside_a_megatron_run_that_programs_would_read(model, convert, t
     (tmp_path / "run/huggingface/tool_use.jinja").write_text("{}")
     ran = convert("verify", tmp_path / "run")
     assert (ran.code, "tool_use.jinja of" in ran.err) == (0, True), ran.err
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("command", ["hf2megatron", "hf2neox", "hf2nanotron", "hf2fsdp"])
+def test_a_file_of_a_run_that_is_lost(model, convert, tmp_path, command, name):
+    run = tmp_path / "run"
+    assert convert(command, model("llama"), run).code == 0
+    (path,) = run.rglob(name)
+    path.unlink()
+    refused(convert("verify", run, "--config", model("llama")), 6, name)
+
+
+@pytest.mark.parametrize("command", ["hf2megatron", "hf2neox"])
+def test_weights_that_were_copied_without_the_run_around_them(model, convert, tmp_path, command):
+    run = tmp_path / "run"
+    assert convert(command, model("llama"), run).code == 0
+    shutil.rmtree(run / "huggingface")
+    ran = convert("verify", run, "--config", model("llama"))
+    (manifest,) = run.rglob(MANIFEST)
+    note = f"{manifest.parent} is without the run around it: not compared is ../huggingface/"
+    assert (ran.code, note in ran.err) == (0, True), ran.err
+
+
+def test_what_was_written_beside_the_weights_and_is_lost(model, convert, tmp_path):
+    """nanotron loads no checkpoint without it, and its step is compared with that of the optimizer."""
+    assert convert("hf2nanotron", model("llama"), tmp_path / "out").code == 0
+    (tmp_path / "out/checkpoint_metadata.json").unlink()
+    refused(convert("verify", tmp_path / "out"), 6, "checkpoint_metadata.json")
 
 
 def test_weights_that_were_rounded_from_others(model, convert, tmp_path):

@@ -109,6 +109,18 @@ def test_a_folder_with_the_name_of_another_step_is_told(model, convert, tmp_path
         assert (ran.code, told) == (0, name == "checkpoint-4"), ran.err
 
 
+@pytest.mark.parametrize("name", ["checkpoint-4", "checkpoint-3"])
+def test_a_folder_with_the_name_of_another_step_than_its_optimizer_has_made_is_told(model, convert, tmp_path, name):
+    """Where no trainer has recorded the step."""
+    source, saved = training(model("llama", num_hidden_layers=1))
+    trainer(tmp_path / name, saved, 3)
+    (tmp_path / name / "trainer_state.json").unlink()
+    for command, *options in COMMANDS:
+        ran = convert(command, tmp_path / name, tmp_path / command, *options, "--config", source)
+        told = "checkpoint-4 holds an optimizer that has made 3 steps" in ran.err + ran.out
+        assert (ran.code, told) == (0, name == "checkpoint-4"), ran.err
+
+
 @pytest.mark.parametrize("text", ['{"global_step": "3"}', "{}"])
 def test_a_record_without_a_count_says_nothing(model, convert, tmp_path, text):
     source, saved = training(model("llama", num_hidden_layers=1))

@@ -93,6 +93,36 @@ def test_a_model_inside_a_model_is_not_deleted(convert, run, tmp_path):
     assert vitruvian.verify(out / "step-1", run / "step-1").equal
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("adapter_model.safetensors", "holds the weights of an adapter: adapter_model.safetensors"),
+        ("model.safetensors", "has weights that are newer than its vitruvian.json: model.safetensors"),
+    ],
+)
+def test_weights_that_the_user_has_saved_into_a_model_are_not_deleted(convert, run, tmp_path, name, text):
+    out = tmp_path / "out"
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
+    (out / "step-1" / name).write_bytes(b"mine")
+    shutil.copytree(run / "step-2", run / "step-3", dirs_exist_ok=True)
+    ran = convert(*argv, "--keep", "1")
+    assert (ran.code, ran.out.count(f"{out}/step-2: deleted")) == (75, 1), ran.err
+    assert f"note: {out}/step-1 {text}; --keep leaves it" in ran.err
+    assert (out / "step-1" / name).read_bytes() == b"mine"
+
+
+def test_a_folder_in_the_place_of_the_unfinished_one_is_not_deleted(convert, run, tmp_path):
+    """`convert` refuses it too: only a folder with a journal is that of a conversion."""
+    other = tmp_path / "out/step-1.partial/thesis.txt"
+    other.parent.mkdir(parents=True)
+    other.write_text("mine")
+    ran = convert("watch", run, "--out", tmp_path / "out", "--once")
+    assert (ran.code, other.read_text()) == (75, "mine")
+    assert f"{other.parent} is needed for the work and holds something else" in ran.err
+    assert (tmp_path / "out/step-2").is_dir()
+
+
 def test_a_model_that_was_moved_away_is_not_counted(convert, run, tmp_path):
     """The newest of those that are there are kept: not the log's, which would leave none."""
     out = tmp_path / "out"
@@ -175,7 +205,9 @@ def test_what_was_begun_and_is_gone_is_ended(convert, run, tmp_path):
     convert(*argv)
     log = out / ".watch/log.jsonl"
     log.write_text("".join(line for line in log.read_text().splitlines(True) if '"converted"' not in line))
-    (out / "step-1").rename(out / "step-1.partial")
+    (out / "step-1.partial").mkdir()
+    (out / "step-1.partial/journal.jsonl").touch()
+    (out / "step-1").rename(out / "step-1.partial/out")
     for step in (1, 2):
         shutil.rmtree(run / f"step-{step}")
     assert convert(*argv).code == 75

@@ -213,6 +213,14 @@ def test_a_setting_that_changes_nothing_is_refused(model, convert, tmp_path, wri
     assert (ran.code, why in ran.err) == (4, True), ran.err
 
 
+@pytest.mark.parametrize("command", ["hf2hf", "hf2megatron", "hf2fsdp"])
+def test_a_setting_that_a_class_fixes_is_refused_before_anything_is_written(model, convert, tmp_path, command):
+    ran = convert(command, model("deepseek_v2"), tmp_path / "out", "-n", "--set", "router_normalized=true")
+    assert (ran.code, "norm_topk_prob = True is not supported for deepseek_v2, only False" in ran.err) == (4, True), (
+        ran.err
+    )
+
+
 def test_a_list_of_layers_is_a_setting_in_any_order(model, convert, tmp_path):
     """Without a layer that has no rotary embedding a SmolLM3 is a Llama."""
     out, listed = tmp_path / "out", tmp_path / "listed"

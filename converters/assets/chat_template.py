@@ -332,8 +332,9 @@ def _require_matched(assets: Assets, edited: bytes, tokens: Sequence[str]) -> No
             f'"{SPLIT}": false there, unless the model was trained with special tokens as plain text',
         )
     entries = token_entries(assets)
-    if flags := [entries[token] for token in tokens if token in entries]:
-        with_flags(edited, flags).require_single(tokens, TOKENIZER_CONFIG, DECODER)
+    for token in dict.fromkeys(token for token in tokens if token in entries):
+        file, key, flags = entries[token]
+        with_flags(edited, flags).require_single([token], file, key)
 
 
 def _require_unnamed(assets: Assets, added: Mapping[int, str]) -> None:

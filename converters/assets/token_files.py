@@ -192,12 +192,23 @@ def split_tokens(assets: Assets) -> str | None:
     return name if settings.get(SPLIT) else None
 
 
-def token_entries(assets: Assets) -> dict[str, dict[str, Any]]:
-    """The flags of added tokens that count instead of those in tokenizer.json, by the text of the token."""
+class Entry(NamedTuple):
+    """What a file beside tokenizer.json says of an added token: the file, the key, and the token with its flags."""
+
+    file: str
+    key: str
+    token: dict[str, Any]
+
+
+def token_entries(assets: Assets) -> dict[str, Entry]:
+    """The entries of added tokens that count instead of those in tokenizer.json, by the text of the token."""
     config, special = _token_settings(assets)
-    listed = [token for key in LISTS for token in _values((config | special).get(key))]
-    entries = [token for token in [*listed, *_values(config.get(DECODER))] if isinstance(token, dict)]
-    return {token["content"]: token for token in entries if isinstance(token.get("content"), str)}
+    entries = []
+    for key, value in (config | special).items():
+        tokens = _values(value) if key in (*LISTS, DECODER) else [value] if key.endswith("_token") else []
+        file = SPECIAL if key in special else TOKENIZER_CONFIG
+        entries += [Entry(file, key, token) for token in tokens if isinstance(token, dict)]
+    return {text: entry for entry in entries if isinstance(text := entry.token.get("content"), str)}
 
 
 def _values(value: Any) -> list[Any]:

@@ -156,8 +156,8 @@ def rebuilt_ids(content: bytes, tokens: Iterable[str]) -> dict[str, int]:
     return {token.content: number for number, token in bare.get_added_tokens_decoder().items()}
 
 
-def with_flags(content: bytes, entries: Iterable[Mapping[str, Any]]) -> Vocabulary:
-    """The vocabulary of a tokenizer.json in which tokens are matched as entries of other files say.
+def with_flags(content: bytes, token: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary of a tokenizer.json in which a token is matched as an entry of another file says.
 
     Raises:
         SourceError: the file cannot be loaded.
@@ -165,9 +165,8 @@ def with_flags(content: bytes, entries: Iterable[Mapping[str, Any]]) -> Vocabula
     from tokenizers import AddedToken
 
     known = read_vocabulary(content)
-    for entry in entries:
-        flags = {name: bool(entry[name]) for name in FLAGS if name in entry}
-        known.tokenizer.add_tokens([AddedToken(entry["content"], **{"special": True} | flags)])
+    flags = {name: bool(token[name]) for name in FLAGS if name in token}
+    known.tokenizer.add_tokens([AddedToken(token["content"], **{"special": True} | flags)])
     return known
 
 

@@ -189,5 +189,5 @@ def _template(assets: Assets, known: Vocabulary | None, need: bool) -> Iterator[
 def _matched(assets: Assets, known: Vocabulary, token: str) -> bool:
     """Whether a token is found in a text, by tokenizer.json and with the flags that other files give it."""
     entries = token_entries(assets)
-    flagged = with_flags(content(assets, NAME), [entries[token]]) if token in entries else known
+    flagged = with_flags(content(assets, NAME), entries[token].token) if token in entries else known
     return known.single(token) and flagged.single(token)

@@ -137,3 +137,19 @@ def test_flags_that_tokenizer_config_json_gives_a_token(tmp_path, kind, token, f
     with pytest.raises(RefusedError, match=rf"tokenizer_config\.json has the token {re.escape(token)}") as raised:
         applied(folder, "chatml")
     assert f'in the entry of {token} in "added_tokens_decoder"' in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens", "turn_token"])
+def test_flags_that_another_key_gives_a_token(tmp_path, key):
+    from transformers import AutoTokenizer
+
+    built = worlds.tokenizer(*worlds.NEEDED["chatml"])
+    hidden = {"__type": "AddedToken"} | worlds.vars_of(AddedToken("<|im_end|>", special=True, single_word=True))
+    named = dict.fromkeys((f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")), "<pad>")
+    settings = named | {"tokenizer_class": "CohereTokenizerFast", key: hidden if key == "turn_token" else [hidden]}
+    folder = worlds.folder(tmp_path / "model", built, tokenizer_config=settings)
+    end = built.token_to_id("<|im_end|>")
+    assert end not in AutoTokenizer.from_pretrained(folder).encode("a<|im_end|>b", add_special_tokens=False)
+    with pytest.raises(RefusedError, match=r"tokenizer_config\.json has the token <\|im_end\|>") as raised:
+        applied(folder, "chatml")
+    assert f'in the entry of <|im_end|> in "{key}"' in str(raised.value.hint)

@@ -23,6 +23,7 @@ from converters.assets.token_files import (  # fmt: skip
     NAMED_TEMPLATES,
     OLD_TEMPLATES,
     SLOW,
+    SPLIT,
     TEMPLATE,
     TOKENIZER_CONFIG,
     WRITTEN,
@@ -33,11 +34,13 @@ from converters.assets.token_files import (  # fmt: skip
     named_tokens,
     object_of,
     rebuilt_tokens,
+    split_tokens,
     templates_in,
+    token_entries,
     token_ids,
     tokens_outside,
 )
-from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary, rebuilt_ids, with_tokens
+from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary, rebuilt_ids, with_flags, with_tokens
 from formats.errors import RefusedError, SourceError, UsageError, some
 
 MAX_TEMPLATE = 1 << 20
@@ -247,7 +250,7 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
     before = read_vocabulary(content(assets, NAME))
     _require_same_ids(assets, before)
-    outside = tokens_outside(assets, before.ids)
+    outside = tokens_outside(assets, before)
     missing = tuple(token for token in trained if token not in before.ids)
     used = f"{template} {[*named.values()]}"
     if before.lacks(rows, used) or (missing and before.length + len(missing) > rows):
@@ -261,11 +264,13 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
         raise RefusedError("the chat template ends a reply with no special token, so that a model would never stop")
     edited, after = with_tokens(content(assets, NAME), [*seen.markers(), ending])
     after.require_single([*seen.markers(), ending])
+    _require_matched(assets, edited, [*seen.markers(), ending])
     new = sorted((after.ids[token], token) for token in after.added if after.special(token) > before.special(token))
     changed = {token: number for number, token in new}
     added = tuple(token for token in changed if token not in before.ids)
     if added and outside:
-        lacking, folder = [f"{token} of {file}" for token, (file, _) in outside.items()], str(assets[NAME].parent)
+        lacking = [f"{token} of {named_by}" for token, (named_by, _) in outside.items()]
+        folder = str(assets[NAME].parent)
         raise RefusedError(
             f"{NAME} lacks {some(lacking, 3)}: transformers gives such tokens ids from {before.length} on, which "
             f"{', '.join(added)} of the chat template would get",
@@ -312,6 +317,24 @@ def _require_same_ids(assets: Assets, known: Vocabulary) -> None:
             f"classes of tokenizers, transformers 5 reads {some(others, 3)}",
             f"list each of them there, if the model was trained with the ids of {NAME}",
         )
+
+
+def _require_matched(assets: Assets, edited: bytes, tokens: Sequence[str]) -> None:
+    """Refuse tokens that transformers would not find in a text, because of what is said beside tokenizer.json.
+
+    Raises:
+        RefusedError: special tokens are to be split, or a token has flags with which it is not found beside letters.
+    """
+    if name := split_tokens(assets):
+        raise RefusedError(
+            f"{name} says {SPLIT}: transformers would encode {some([*dict.fromkeys(tokens)], 3)} of the chat template "
+            "as plain text",
+            f'"{SPLIT}": false there, unless the model was trained with special tokens as plain text',
+        )
+    entries = token_entries(assets)
+    for token in dict.fromkeys(token for token in tokens if token in entries):
+        file, key, flags = entries[token]
+        with_flags(edited, flags).require_single([token], file, key)
 
 
 def _require_unnamed(assets: Assets, added: Mapping[int, str]) -> None:

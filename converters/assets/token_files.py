@@ -4,20 +4,25 @@ All functions read `assets`: relative name to path, as `converters.assets.files`
 Facts: transformers 5.23.0 tokenization_utils_base.py `from_pretrained` (a chat_template.jinja outranks the template
 inside tokenizer_config.json; special_tokens_map.json outranks tokenizer_config.json, but neither it nor
 added_tokens.json is read where tokenizer_config.json has `added_tokens_decoder`), tokenization_utils_tokenizers.py
-`__init__` (tokens that these files name and tokenizer.json lacks get the next ids, whatever the files say; a class with
-an `__init__` of its own is built anew, with the added tokens of `added_tokens_decoder` alone) and
+`__init__` (tokens that these files name and tokenizer.json lacks get the next ids, whatever the files say; so do those
+that the class has by default, and that of tokenizer.json's `padding`, where no file has their key; a class with an
+`__init__` of its own is built anew, with the added tokens of `added_tokens_decoder` alone) and
 generation/configuration_utils.py `from_model_config` (without a generation_config.json its values come from
 config.json).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from converters.assets.class_tokens import Default, class_defaults
 from converters.assets.json_edit import decoded, members
 from formats.errors import SourceError, short
+
+if TYPE_CHECKING:
+    from converters.assets.tokenizer_json import Vocabulary
 
 Assets = Mapping[str, Path]
 
@@ -39,6 +44,8 @@ SAYING = (OLD_TEMPLATE, ADDED, SPECIAL, TOKENIZER_CONFIG, TEMPLATE)
 """Files that say which tokens are special or added, and the chat template, each outranking those before it where
 tokenizer_config.json lists added tokens."""
 DECODER = "added_tokens_decoder"
+SPLIT = "split_special_tokens"
+"""The key that makes transformers encode special tokens as plain text."""
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 """The keys of further special tokens, in a list or by name."""
 KINDS = ("bos", "eos", "pad")
@@ -116,23 +123,26 @@ def text_of(token: Any) -> Any:
 
 
 class Outside(NamedTuple):
-    """A token that tokenizer.json lacks: the file that names it, and whether it is special."""
+    """A token that tokenizer.json lacks: what names it, such as a file, and whether it is special."""
 
-    file: str
+    named_by: str
     special: bool
 
 
-def tokens_outside(assets: Assets, known: Container[str]) -> dict[str, Outside]:
+def tokens_outside(assets: Assets, known: Vocabulary) -> dict[str, Outside]:
     """The tokens that tokenizer.json lacks, to which transformers gives ids after all others.
 
     Args:
         assets: relative name to path.
-        known: the tokens of tokenizer.json.
+        known: the vocabulary of tokenizer.json.
     """
     config, special = _token_settings(assets)
     name = TOKENIZER_CONFIG if DECODER in config else ADDED
     listed = config[DECODER] if DECODER in config else [*object_of(assets, ADDED)]
-    named = [
+    named: list[tuple[Any, Outside]] = [(each.token, Outside(each.of, True)) for each in _class_defaults(assets)]
+    if known.padding is not None and "pad_token" not in config and "pad_token" not in special:
+        named.append((known.padding, Outside("its padding", True)))
+    named += [
         (token, Outside(name, isinstance(token, dict) and token.get("special") is True)) for token in _values(listed)
     ]
     config = {key: value for key, value in config.items() if key in LISTS or key not in special}
@@ -141,7 +151,15 @@ def tokens_outside(assets: Assets, known: Container[str]) -> dict[str, Outside]:
             tokens = _values(value) if key in LISTS else [value] if key.endswith("_token") else []
             named += [(token, Outside(name, True)) for token in tokens]
     texts = {text: outside for token, outside in named if isinstance(text := text_of(token), str) and text}
-    return {text: outside for text, outside in texts.items() if text not in known}
+    return {text: outside for text, outside in texts.items() if text not in known.ids}
+
+
+def _class_defaults(assets: Assets) -> Iterator[Default]:
+    """The special tokens that the class of the tokenizer adds, since no file says what they are."""
+    config, special = _token_settings(assets)
+    for each in class_defaults(config, object_of(assets, CONFIG)):
+        if each.key not in config and each.key not in special:
+            yield each
 
 
 def rebuilt_tokens(assets: Assets) -> dict[str, int | None] | None:
@@ -161,9 +179,36 @@ def rebuilt_tokens(assets: Assets) -> dict[str, int | None] | None:
     except ValueError:
         raise SourceError(f"{DECODER} of {TOKENIZER_CONFIG} has a key that is no id: {short([*decoder])}") from None
     further = [value for key, value in config.items() if key.endswith("_token") and key not in NAMED]
-    named = [*map(config.get, NAMED), *further, *(token for key in LISTS for token in _values(config.get(key)))]
+    known = {each.key: each.token for each in reversed([*_class_defaults(assets)])} | config
+    named = [*map(known.get, NAMED), *further, *(token for key in LISTS for token in _values(config.get(key)))]
     tokens: dict[str, int | None] = {text: number for number, text in listed}
     return tokens | {text: None for token in named if isinstance(text := text_of(token), str) and text not in tokens}
+
+
+def split_tokens(assets: Assets) -> str | None:
+    """The file that says that special tokens are encoded as plain text, None if none does."""
+    config, special = _token_settings(assets)
+    name, settings = (SPECIAL, special) if SPLIT in special else (TOKENIZER_CONFIG, config)
+    return name if settings.get(SPLIT) else None
+
+
+class Entry(NamedTuple):
+    """What a file beside tokenizer.json says of an added token: the file, the key, and the token with its flags."""
+
+    file: str
+    key: str
+    token: dict[str, Any]
+
+
+def token_entries(assets: Assets) -> dict[str, Entry]:
+    """The entries of added tokens that count instead of those in tokenizer.json, by the text of the token."""
+    config, special = _token_settings(assets)
+    entries = []
+    for key, value in (config | special).items():
+        tokens = _values(value) if key in (*LISTS, DECODER) else [value] if key.endswith("_token") else []
+        file = SPECIAL if key in special else TOKENIZER_CONFIG
+        entries += [Entry(file, key, token) for token in tokens if isinstance(token, dict)]
+    return {text: entry for entry in entries if isinstance(text := entry.token.get("content"), str)}
 
 
 def _values(value: Any) -> list[Any]:

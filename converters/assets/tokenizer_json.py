@@ -42,6 +42,12 @@ class Vocabulary:
         """How many rows an embedding needs: the highest id plus one."""
         return max(self.ids.values(), default=-1) + 1
 
+    @property
+    def padding(self) -> str | None:
+        """The token that the file pads with, None if it does not say."""
+        padding = self.tokenizer.padding
+        return None if padding is None else str(padding["pad_token"])
+
     def extended(self, further: Mapping[str, bool]) -> Vocabulary:
         """With further tokens, which get the next ids: their texts, and whether they are special."""
         ids = {token: self.length + place for place, token in enumerate(further)}
@@ -84,8 +90,13 @@ class Vocabulary:
         alone, inside = (self._encode(text) for text in (token, f"a{token}b"))
         return alone.count(self.ids[token]) == 1 and inside.count(self.ids[token]) == 1
 
-    def require_single(self, tokens: Iterable[str], name: str = NAME) -> None:
+    def require_single(self, tokens: Iterable[str], name: str = NAME, key: str = "added_tokens") -> None:
         """Check that the tokens of a chat template are found in the text that it writes.
+
+        Args:
+            tokens: their texts.
+            name: the file that says how they are matched.
+            key: where it does so.
 
         Raises:
             RefusedError: a token is not found, such as one with `single_word` beside a letter.
@@ -95,7 +106,7 @@ class Vocabulary:
                 raise RefusedError(
                     f"{name} has the token {token}, and does not find it beside letters: the chat template would write "
                     "text",
-                    f'"single_word": false in the entry of {token} in "added_tokens" makes it a token everywhere',
+                    f'"single_word": false in the entry of {token} in "{key}" makes it a token everywhere',
                 )
 
     def _encode(self, text: str) -> list[int]:
@@ -143,6 +154,20 @@ def rebuilt_ids(content: bytes, tokens: Iterable[str]) -> dict[str, int]:
     bare = read_vocabulary(replaced(decoded(content, NAME), NAME, "added_tokens", []).encode()).tokenizer
     bare.add_tokens([*tokens])
     return {token.content: number for number, token in bare.get_added_tokens_decoder().items()}
+
+
+def with_flags(content: bytes, token: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary of a tokenizer.json in which a token is matched as an entry of another file says.
+
+    Raises:
+        SourceError: the file cannot be loaded.
+    """
+    from tokenizers import AddedToken
+
+    known = read_vocabulary(content)
+    flags = {name: bool(token[name]) for name in FLAGS if name in token}
+    known.tokenizer.add_tokens([AddedToken(token["content"], **{"special": True} | flags)])
+    return known
 
 
 def with_tokens(content: bytes, tokens: Iterable[str]) -> tuple[bytes, Vocabulary]:

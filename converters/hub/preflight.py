@@ -15,6 +15,7 @@ from converters.assets.token_files import (
     CONFIG,
     GENERATION,
     SLOW,
+    SPLIT,
     TOKENIZER_CONFIG,
     WRITTEN,
     Assets,
@@ -23,10 +24,12 @@ from converters.assets.token_files import (
     held_template,
     named_tokens,
     object_of,
+    split_tokens,
+    token_entries,
     token_ids,
     tokens_outside,
 )
-from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary
+from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary, with_flags
 from formats.checkpoint import ASSETS
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import read_safetensors
@@ -111,7 +114,7 @@ def _config(assets: Assets) -> Iterator[Finding]:
 
 def _tokenizer(assets: Assets, known: Vocabulary | None, rows: int | None, need_template: bool) -> Iterator[Finding]:
     if known is not None and rows is not None:
-        outside = tokens_outside(assets, known.ids)
+        outside = tokens_outside(assets, known)
         whole = known.extended({token: special for token, (_, special) in outside.items()})
         for text in whole.excess(rows):
             used = f"{held_template(assets)} {[*named_tokens(assets).values()]}"
@@ -173,9 +176,18 @@ def _template(assets: Assets, known: Vocabulary | None, need: bool) -> Iterator[
             yield Finding(f"the chat template uses {kind}_token, and {TOKENIZER_CONFIG} names none", need)
     if ending is None:
         yield Finding("the chat template ends a reply with no special token, so that a model would never stop", need)
-    elif known is not None and not known.single(ending):
+    elif name := split_tokens(assets):
+        yield Finding(f"{name} says {SPLIT}: transformers encodes {ending}, which ends a reply, as plain text", need)
+    elif known is not None and not _matched(assets, known, ending):
         yield Finding(f"{ending}, which ends a reply, is not a single special token of the tokenizer", need)
     elif known is not None and known.ids[ending] not in eos_ids(assets):
         yield Finding(
             f"{ending}, which ends a reply, has id {known.ids[ending]}, at which generation does not stop", need
         )
+
+
+def _matched(assets: Assets, known: Vocabulary, token: str) -> bool:
+    """Whether a token is found in a text, by tokenizer.json and with the flags that other files give it."""
+    entries = token_entries(assets)
+    flagged = with_flags(content(assets, NAME), entries[token].token) if token in entries else known
+    return known.single(token) and flagged.single(token)

@@ -1,10 +1,14 @@
-"""A chat template for a model whose tokenizer_config.json lists the added tokens of tokenizer.json, or some of them."""
+"""A chat template for a model whose tokenizer_config.json says how added tokens are read, of all or of some."""
 
 from __future__ import annotations
+
+import json
+import re
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
+from converters.assets.chat_template import TEMPLATES
 from formats.errors import RefusedError, SourceError
 from tests.chat import worlds
 from tests.chat.test_apply import applied, held
@@ -85,3 +89,67 @@ def test_a_listed_token_without_an_id(tmp_path):
     folder, _ = partly_listed(tmp_path / "model", "GPT2TokenizerFast", {"<x>": "x"}, "</s>")
     with pytest.raises(SourceError, match=r"added_tokens_decoder of tokenizer_config\.json has a key that is no id"):
         applied(folder, "chatml")
+
+
+SPLITS = [("tokenizer_config.json", 4), ("tokenizer_config.json", 5), ("special_tokens_map.json", 5)]
+"""The files that may say that special tokens are plain text, and the style of transformers in which it counts."""
+
+
+@pytest.mark.parametrize(("file", "style"), SPLITS)
+@pytest.mark.parametrize("known", [False, True], ids=["new tokens", "known tokens"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_special_tokens_that_are_plain_text_are_refused(tmp_path, file, style, known, name):
+    from transformers import AutoTokenizer
+
+    folder = worlds.folder(tmp_path / "model", worlds.tokenizer(*(worlds.NEEDED[name] if known else ())), style)
+    said = held(folder, file) if (folder / file).is_file() else {}
+    (folder / file).write_text(json.dumps(said | {"split_special_tokens": True}))
+    assert len(AutoTokenizer.from_pretrained(folder).encode("<s>", add_special_tokens=False)) == 3
+    tokens = ", ".join(worlds.NEEDED[name])
+    with pytest.raises(RefusedError) as raised:
+        applied(folder, name)
+    assert str(raised.value) == (
+        f"{file} says split_special_tokens: transformers would encode {tokens} of the chat template as plain text"
+    )
+    assert str(raised.value.hint).startswith('"split_special_tokens": false there')
+    (folder / file).write_text(json.dumps(said | {"split_special_tokens": False}))
+    assert applied(folder, name).added == (() if known else worlds.NEEDED[name])
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "GPT2TokenizerFast", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("token", worlds.NEEDED["chatml"])
+@pytest.mark.parametrize("flag", ["single_word", "normalized", "lstrip", "rstrip"])
+def test_flags_that_tokenizer_config_json_gives_a_token(tmp_path, kind, token, flag):
+    """They count, not those of tokenizer.json: transformers says which of them hide the token beside letters."""
+    from transformers import AutoTokenizer
+
+    built = worlds.tokenizer(*worlds.NEEDED["chatml"])
+    named = {"tokenizer_class": kind, "unk_token": "<pad>"}
+    folder = worlds.folder(tmp_path / "model", built, 4, tokenizer_config=named)
+    settings = held(folder, "tokenizer_config.json")
+    settings["added_tokens_decoder"][str(built.token_to_id(token))][flag] = True
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = AutoTokenizer.from_pretrained(folder).encode(f"a{token}b", add_special_tokens=False)
+    assert (built.token_to_id(token) in ids) is (flag != "single_word")
+    if flag != "single_word":
+        assert applied(folder, "chatml").added == ()
+        return
+    with pytest.raises(RefusedError, match=rf"tokenizer_config\.json has the token {re.escape(token)}") as raised:
+        applied(folder, "chatml")
+    assert f'in the entry of {token} in "added_tokens_decoder"' in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens", "turn_token"])
+def test_flags_that_another_key_gives_a_token(tmp_path, key):
+    from transformers import AutoTokenizer
+
+    built = worlds.tokenizer(*worlds.NEEDED["chatml"])
+    hidden = {"__type": "AddedToken"} | worlds.vars_of(AddedToken("<|im_end|>", special=True, single_word=True))
+    named = dict.fromkeys((f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")), "<pad>")
+    settings = named | {"tokenizer_class": "CohereTokenizerFast", key: hidden if key == "turn_token" else [hidden]}
+    folder = worlds.folder(tmp_path / "model", built, tokenizer_config=settings)
+    end = built.token_to_id("<|im_end|>")
+    assert end not in AutoTokenizer.from_pretrained(folder).encode("a<|im_end|>b", add_special_tokens=False)
+    with pytest.raises(RefusedError, match=r"tokenizer_config\.json has the token <\|im_end\|>") as raised:
+        applied(folder, "chatml")
+    assert f'in the entry of <|im_end|> in "{key}"' in str(raised.value.hint)

@@ -115,6 +115,31 @@ def test_the_file_that_says_which_token_ends_a_text(tmp_path, decoder, eos):
     assert problems(folder, 400) == (["generation stops at [2], the tokenizer's </s> has id 1"] if decoder else [])
 
 
+@pytest.mark.parametrize("style", [4, 5])
+def test_special_tokens_that_are_plain_text(tmp_path, style):
+    """A template is then no dialogue; without one nothing has to be a token."""
+    built = worlds.tokenizer(*worlds.NEEDED["chatml"])
+    split = {"split_special_tokens": True, "chat_template": None}
+    generation = {"eos_token_id": [1, built.token_to_id("<|im_end|>")]}
+    folder = worlds.folder(tmp_path / "model", built, style, tokenizer_config=split, generation=generation)
+    assert problems(folder, 400) == []
+    (folder / "chat_template.jinja").write_text(load_template("chatml"))
+    sentence = (
+        "tokenizer_config.json says split_special_tokens: transformers encodes <|im_end|>, which ends a reply, as "
+    )
+    for need in (True, False):
+        assert findings(dict(files(folder)), 400, need) == [(sentence + "plain text", need)]
+
+
+def test_a_token_that_tokenizer_config_json_hides_beside_letters(tmp_path):
+    folder, rows = sound(tmp_path / "model")
+    hidden = worlds.vars_of(AddedToken("<|im_end|>", special=True, single_word=True))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"added_tokens_decoder": {str(rows - 1): hidden}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert problems(folder, rows) == ["<|im_end|>, which ends a reply, is not a single special token of the tokenizer"]
+
+
 @pytest.mark.parametrize(("file", "said"), worlds.OUTSIDE)
 def test_tokens_of_other_files_after_the_last_row(tmp_path, file, said):
     """They have the ids that transformers gives them; a special one that nothing writes needs no row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from converters.common.manifest import remembered_states
 from formats.optimizer import whose
-from tests.faults.dcp_tools import edit, refused, save, save_by_rank, weights
+from tests.faults.dcp_tools import refused, save, save_by_rank, weights
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
 State = dict[str, Any]
@@ -526,8 +527,8 @@ def test_a_moment_that_is_damaged_is_noticed(trained, convert, tmp_path):
     out = tmp_path / "out"
     options = ("--with-optimizer", "--config", source)
     assert convert("hf2fsdp", save(tmp_path / "c", saved), out, *options).code == 0
-    places: dict[str, Any] = {}
-    edit(out, lambda metadata: places.update({index.fqn: info for index, info in metadata.storage_data.items()}))
+    stored = pickle.loads((out / ".metadata").read_bytes()).storage_data
+    places = {index.fqn: info for index, info in stored.items()}
     for name in (f"optim.state.{UP}.exp_avg", f"model.{UP}"):
         info = places[name]
         with (out / info.relative_path).open("r+b") as file:

@@ -316,7 +316,7 @@ def _rewritten(model: Path) -> str:
     """Which weights of a model are newer than its manifest, which is written after them, as a predicate; or empty."""
     written = (model / MANIFEST).stat().st_mtime_ns
     weights = (path for path in sorted(model.iterdir()) if MODEL.fullmatch(path.name))
-    newer = [path.name for path in weights if path.stat().st_mtime_ns > written]
+    newer = [path.name for path in weights if path.lstat().st_mtime_ns > written]  # of a link, its own
     return f"has weights that are newer than its {MANIFEST}: {some(newer, 4)}" if newer else ""
 
 

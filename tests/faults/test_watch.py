@@ -112,6 +112,19 @@ def test_weights_that_the_user_has_saved_into_a_model_are_not_deleted(convert, r
     assert (out / "step-1" / name).read_bytes() == b"mine"
 
 
+def test_weights_that_are_a_broken_link_end_no_watch(convert, run, tmp_path):
+    """A user has moved them to another disk, and this is not there."""
+    out = tmp_path / "out"
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
+    (out / "step-1/model.safetensors").unlink()
+    (out / "step-1/model.safetensors").symlink_to(tmp_path / "gone")
+    ran = convert(*argv, "--keep", "1")
+    text = f"{out}/step-1 has weights that are newer than its vitruvian.json: model.safetensors"
+    assert (ran.code, text in ran.err) == (75, True), ran.err
+    assert (out / "step-1").is_dir()
+
+
 def test_a_folder_in_the_place_of_the_unfinished_one_is_not_deleted(convert, run, tmp_path):
     """`convert` refuses it too: only a folder with a journal is that of a conversion."""
     other = tmp_path / "out/step-1.partial/thesis.txt"

@@ -24,12 +24,12 @@ from converters.move.source_checks import SourceChecks
 from converters.plan.parts import Part
 from converters.plan.plan import Job, Plan, make_plan
 from converters.plan.request import Limits, Request
-from converters.prove.archive_crc import amend
+from converters.prove.archive_crc import amend, check
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.neox import checkpoint as neox
 from formats.detect import signs
-from formats.errors import OutputError, SourceError, UnsupportedError
+from formats.errors import DamagedError, OutputError, SourceError, UnsupportedError, count, some
 from formats.torch_files import saved_names
 
 NORMS = ("input_norm", "input_norm_bias", "post_norm", "post_norm_bias", "final_norm", "final_norm_bias")
@@ -80,7 +80,7 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
     if with_optimizer:
         planned.append(make_plan(neox.read(run, replace(settings, weights="fp32-master"))))
         for name, job in _norms(planned[1]).items():
-            mean = replace(job, targets=_moved(job, source.home, out), twins=())
+            mean = replace(job, targets=_moved(job, source.home, out), twins={})
             rounded = replace(mean, dtype=module[name].dtype, targets=_moved(module[name], source.home, out))
             jobs += [mean, rounded]
     else:
@@ -131,6 +131,7 @@ def run(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
 
     Raises:
         OutputError: OUT exists, there is no room, or another process or conversion uses the staging folder.
+        DamagedError: an entry of a file that is copied has another CRC-32 than its archive records.
     """
     check_paths(work.source, request)
     every, place = request.commit_seconds, request.place
@@ -163,6 +164,7 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
                 drifted=lambda job, distance: drifted.update({job.name: distance}),
             )
             checks.complete(files.read_stored, limits.threads)
+        _require_sound(work, limits)
         for path, ranges in _changed(work.jobs).items():
             amend(path, ranges)
             sync_path(path.parent)
@@ -172,6 +174,19 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
         reason = f"{error.filename or request.staging}: {error.strerror}"
         raise OutputError(reason, "free some space, and run it again") from None
     return drifted
+
+
+def _require_sound(work: Averaging, limits: Limits) -> None:
+    """Compare the checksums of all entries that are copied, also of those that hold no norm.
+
+    Raises:
+        DamagedError: one differs.
+    """
+    if damaged := check([*work.written], limits.threads, lambda _: None).damaged:
+        parts = count(len(damaged), "part is", "parts are")
+        raise DamagedError(
+            f"{work.source.home} is damaged: {parts} not what was written: {some(damaged, 3)}", "copy it again"
+        )
 
 
 def _verify(work: Averaging, limits: Limits) -> None:

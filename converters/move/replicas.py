@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -11,12 +12,12 @@ import numpy as np
 
 from converters.move import casts
 from converters.move.blocks import Files, gather
-from converters.move.casts import WORDS, Array
+from converters.move.casts import Array
 from converters.move.regions import Nearby
 from converters.plan.plan import Job
-from formats.disk.safetensors import DTYPES, FLOATS
+from formats.disk.safetensors import FLOATS
 from formats.errors import VerificationError
-from formats.layout.slots import SHARED, Replica
+from formats.layout.slots import ORIGINAL, SHARED, Replica
 from formats.model import lora
 
 FARTHEST = 0.5
@@ -44,6 +45,7 @@ class Copies:
         worst: the largest distance of each copy that is to be refused; under None that of copies whose mean would be
             taken, but which are too far apart.
         drift: the largest distance of copies that were averaged.
+        unequal: how many elements of each copy of the weights are not the rounded FP32 master weights.
         nameless: master weights are in the model's own file, as in ZeRO stage 0, which gives them no names: only the
             comparison with the weights proves that they belong to the tensor, so that no policy skips it.
     """
@@ -54,12 +56,12 @@ class Copies:
         self.replicas = (
             {name: Nearby(parts, axes) for name, parts in job.replicas.items()} if heeded or job.partial else {}
         )
-        self.nameless = bool(job.twins) and job.twins[0].fragment.path == job.sources[0].fragment.path
-        self.twins = Nearby(job.twins, axes) if job.twins and (heeded or self.nameless) else None
+        self.nameless = bool(job.twins) and job.twins[ORIGINAL][0].fragment.path == job.sources[0].fragment.path
+        self.twins = {name: Nearby(parts, axes) for name, parts in job.twins.items()} if heeded or self.nameless else {}
         self.mean = policy in ("mean", "drift") and job.source_dtype in FLOATS
         self.plausible = policy == "drift" and not job.name.startswith("exp_avg")  # moments may be far apart
         self.worst: dict[Replica | None, float] = {}
-        self.drift, self.unequal = 0.0, 0
+        self.drift, self.unequal = 0.0, Counter[Replica]()
 
     def settle(self, values: Array, tile: Tile) -> None:
         """Replace the elements of the first copy in a tile by the sum or mean where the policy says so, or compare.
@@ -69,10 +71,10 @@ class Copies:
         rows = self.job.rows
         if rows is not None:
             values = values[: max(0, rows - tile.start[0]) * (len(values) // tile.shape[0])]
-        if self.twins:
-            self._round(values, tile, self.twins)
+        self._round(values, tile, [name for name in self.twins if name not in self.job.replicas])
         if self.job.partial and self.replicas:
-            values[:] = casts.add(chain([values], self._others(values, tile)), self.job.source_dtype)
+            summands = (copy for _, copy in self._compared(values, tile))
+            values[:] = casts.add(chain([values], summands), self.job.source_dtype)
         elif self._apart(values, tile) and self.mean:
             values[:] = casts.mean(chain([values], self._others(values, tile)), self.job.source_dtype)
 
@@ -83,10 +85,16 @@ class Copies:
             gather(self.files, parts, tile.start, tile.shape, other, tile.scratch.view(values.dtype))
             yield other
 
+    def _compared(self, values: Array, tile: Tile) -> Iterator[tuple[Replica, Array]]:
+        """The name and elements of each further copy in a tile, after master weights were compared with the weights."""
+        for name, copy in zip(self.replicas, self._others(values, tile), strict=True):
+            self._round(copy, tile, [name] * (name in self.twins))
+            yield name, copy
+
     def _apart(self, values: Array, tile: Tile) -> bool:
         """Whether copies differ in a tile; the distance is recorded."""
         dtype, differ = self.job.source_dtype, False
-        for name, copy in zip(self.replicas, self._others(values, tile), strict=True):
+        for name, copy in self._compared(values, tile):
             if np.array_equal(values, copy):
                 continue
             differ, distance = True, _distance(values, copy, dtype)
@@ -98,15 +106,14 @@ class Copies:
                 self.worst[None] = max(self.worst.get(None, 0.0), distance)
         return differ
 
-    def _round(self, values: Array, tile: Tile, twins: Nearby) -> None:
-        """Count the elements in which the rounded FP32 master weights differ from the weights of the model."""
-        dtype = self.job.twins[0].fragment.dtype
-        word = WORDS[DTYPES[dtype]]
-        room = tile.other.view(word)[: len(values)]
-        rounded = casts.cast(values, self.job.source_dtype, dtype, self.job.label, room)
-        stored = np.empty(len(values), word)
-        gather(self.files, twins, tile.start, tile.shape, stored, tile.scratch.view(word))
-        self.unequal += int((rounded != stored).sum())
+    def _round(self, values: Array, tile: Tile, names: Iterable[Replica]) -> None:
+        """Count the elements in which rounded FP32 master weights differ from these copies of the model's weights."""
+        for name in names:
+            dtype = self.job.twins[name][0].fragment.dtype
+            rounded = casts.cast(values, self.job.source_dtype, dtype, self.job.label)
+            stored = np.empty_like(rounded)
+            gather(self.files, self.twins[name], tile.start, tile.shape, stored, tile.scratch.view(stored.dtype))
+            self.unequal[name] += int((rounded != stored).sum())
 
     def judge(self) -> None:
         """Refuse copies that differ where the policy does not say which one counts.
@@ -115,12 +122,13 @@ class Copies:
             VerificationError: copies differ, are too far apart for drift, or are not the rounded FP32 master weights.
         """
         job = self.job
-        if self.unequal:
+        if self.unequal.total():
+            (copy, unequal), *_ = self.unequal.most_common(1)
             module = "" if job.state else ", out of DeepSpeed with zero2hf or neox2hf --weights module"
             unchecked = "" if self.nameless else "; --replicas first takes the master weights unchecked"
             raise VerificationError(
-                f"{self.unequal} of {prod(job.shape)} elements of {job.label} in {job.twins[0].fragment.path} are not "
-                f"the rounded FP32 master weights of {job.sources[0].fragment.path}",
+                f"{unequal} of {prod(job.shape)} elements of {job.label} in {job.twins[copy][0].fragment.path} are not "
+                f"the rounded FP32 master weights of {job.replicas.get(copy, job.sources)[0].fragment.path}",
                 f"the model goes alone without its optimizer{module}{unchecked}",
             )
         if not self.worst:

@@ -49,7 +49,7 @@ def room_for(sources: Iterable[Checkpoint], jobs: Iterable[Job]) -> int:
 
 
 def _parts(read: Job) -> Iterable[Part]:
-    return chain(read.sources, read.twins, *read.replicas.values())
+    return chain(read.sources, *read.twins.values(), *read.replicas.values())
 
 
 class Scratch:

@@ -237,7 +237,7 @@ def claim(bounds: list[int], low: int, high: int) -> list[tuple[int, int]]:
 
 def _read_by(job: Job, copies: bool) -> Iterator[Fragment]:
     """Every fragment that a job reads, with those of further copies if `copies` are read or summed."""
-    further = chain(*job.replicas.values(), job.twins) if copies or job.partial else ()
+    further = chain(*job.replicas.values(), *job.twins.values()) if copies or job.partial else ()
     for part in chain(job.sources, further):
         yield part.fragment
         yield from part.fragment.inputs

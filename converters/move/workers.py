@@ -175,7 +175,9 @@ def _is_portable(job: Job) -> bool:
 
 def _fragments(job: Job) -> Iterator[Fragment]:
     """Yield all fragments that a job reads."""
-    reads = chain.from_iterable(chain(read.sources, read.twins, *read.replicas.values()) for read in job.reads)
+    reads = chain.from_iterable(
+        chain(read.sources, *read.twins.values(), *read.replicas.values()) for read in job.reads
+    )
     return chain.from_iterable((part.fragment, *part.fragment.inputs) for part in reads)
 
 

@@ -161,7 +161,7 @@ def plan_average(
         edge = f"weighted mean of {len(sources)} in float64, rounded once to {job.dtype}"
         edge = edge if job.dtype in FLOATS else ""
         return replace(
-            job, source_dtype=job.dtype, sources=(), replicas={}, rows=None, partial=False, twins=(),
+            job, source_dtype=job.dtype, sources=(), replicas={}, rows=None, partial=False, twins={},
             terms=tuple(Term(*term) for term in terms), edge=edge, centred=(False, job.centred[1]),
         )  # fmt: skip
 

@@ -388,7 +388,7 @@ def _merged(job: Job, changes: Changes, policy: str) -> Job:
     if job.source_dtype not in FLOATS:
         raise UnsupportedError(f"{job.label} of the base is {job.source_dtype}, to which nothing can be added")
     centred = (False, job.centred[1])
-    alone = replace(job, sources=(), replicas={}, twins=(), partial=False, targets=(), centred=centred)
+    alone = replace(job, sources=(), replicas={}, twins={}, partial=False, targets=(), centred=centred)
 
     def reading(parts: list[Part], rows: int | None) -> Job:
         dtype = parts[0].fragment.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -85,13 +85,13 @@ class Job:
 
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the new
-    rows become the mean of those, or copies of the `last` one. `twins` hold the same tensor in the element type that
-    its FP32 master weights are rounded to. `state` is the optimizer state that moves, such as `exp_avg`; empty for
-    weights. `centred` tells of source and target whether they store the tensor minus one. A tensor that is computed
-    from several has `terms` in place of sources; its rows are rescaled to `norms`, and `edge` names the computation.
-    `key` is the name of the tensor in the source's files; with `shared`, of the physical tensor that has others too.
-    `moment` is the optimizer state that the source gives in place of its weights (`--weights exp_avg`), if it is one.
-    If it is to be `finite`, NaN and infinity are refused. What a job reads is compared with what is `recorded` of it.
+    rows become the mean of those, or copies of the `last` one. `twins` are its copies in the element type that FP32
+    master weights are rounded to. `state` is the optimizer state that moves, such as `exp_avg`; empty for weights.
+    `centred` tells of source and target whether they store the tensor minus one. A tensor that is computed from several
+    has `terms` in place of sources; its rows are rescaled to `norms`, and `edge` names the computation. `key` is the
+    name of the tensor in the source's files; with `shared`, of the physical tensor that has others too. `moment` is the
+    optimizer state that the source gives in place of its weights (`--weights exp_avg`), if it is one. If it is to be
+    `finite`, NaN and infinity are refused. What a job reads is compared with what is `recorded` of it.
     """
 
     tensor: str
@@ -104,7 +104,7 @@ class Job:
     targets: Sequence[Part]
     rows: int | None = None
     partial: bool = False
-    twins: Sequence[Part] = ()
+    twins: Mapping[Replica, Sequence[Part]] = field(default_factory=dict)
     last: bool = False
     state: str = ""
     centred: tuple[bool, bool] = (False, False)
@@ -120,9 +120,10 @@ class Job:
     @property
     def made(self) -> Job:
         """The job with its parts as tuples, for its execution, which iterates over them several times."""
-        replicas = {copy: tuple(parts) for copy, parts in self.replicas.items()}
+        each = self.replicas, self.twins
+        replicas, twins = ({copy: tuple(parts) for copy, parts in copies.items()} for copies in each)
         terms = tuple(term._replace(job=term.job.made) for term in self.terms)
-        sources, targets, twins = tuple(self.sources), tuple(self.targets), tuple(self.twins)
+        sources, targets = tuple(self.sources), tuple(self.targets)
         return replace(self, sources=sources, replicas=replicas, targets=targets, twins=twins, terms=terms)
 
     @property
@@ -303,9 +304,8 @@ def make_plan(
         written = wanted.get((tensor, layer), Parts(tensor))
         if ORIGINAL not in sources or (target and prod(shape) and not written):
             raise RefusedError(f"nothing {'writes' if ORIGINAL in sources else 'holds'} {name}")
-        twin = twins.get((tensor, layer), {}).get(ORIGINAL, Parts(tensor))
-        module: Copies = {ORIGINAL: twin}
-        for side, copies in (("source", sources), ("module", module)) if twin else (("source", sources),):
+        module = {copy: parts for copy, parts in twins.get((tensor, layer), {}).items() if parts}
+        for side, copies in (("source", sources), ("module", module)):
             for copy, parts in copies.items():
                 parts.prove(held_shape, f"{name} in the {side}{f' ({copy})' if copy else ''}")
         if written:
@@ -319,7 +319,7 @@ def make_plan(
                 written,
                 held_shape[0] if held_shape != shape else None,
                 (tensor, layer) in partial,
-                twin,
+                module,
                 bool(target and target.padding == "last"),
                 centred=((tensor, layer) in centred, (tensor, layer) in less_one),
                 key=sources[ORIGINAL].key,

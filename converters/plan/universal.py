@@ -271,7 +271,8 @@ def _summand_jobs(job: Job, source: Checkpoint, files: Sequence[OutputFile]) -> 
     for copy, parts in {ORIGINAL: job.sources, **job.replicas}.items():
         tensor = f"{job.tensor} of {copy}" if copy else job.tensor
         key = f"{job.key} of {copy}" if copy else job.key
-        yield replace(alone, tensor=tensor, key=key, sources=parts, targets=targets[copy], twins=twins.get(copy, ()))
+        module = {ORIGINAL: twins[copy]} if copy in twins else {}
+        yield replace(alone, tensor=tensor, key=key, sources=parts, targets=targets[copy], twins=module)
 
 
 def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:
@@ -287,7 +288,7 @@ def read_back(plan: Plan) -> Plan:
         universal.unchanged(file)
     jobs = [
         replace(
-            job, sources=job.targets, replicas={}, targets=(), source_dtype=job.dtype, partial=False, twins=(),
+            job, sources=job.targets, replicas={}, targets=(), source_dtype=job.dtype, partial=False, twins={},
             centred=(job.centred[1], job.centred[1]),
         )
         for job in plan.jobs

@@ -52,6 +52,15 @@ def adam(stored: dict[str, Any]) -> dict[str, Any]:
     return stored["optimizer"]["optimizer"]
 
 
+def twice(stored: dict[str, Any]) -> None:
+    """Double the weights and their FP32 master weights, those of experts too, which have an optimizer of their own."""
+    weights = [tensor for key, tensor in stored["model"].items() if not key.endswith("_extra_state")]
+    masters = [group for optimizer in stored["optimizer"] for group in optimizer["fp32_from_fp16_params"]]
+    for tensors in (weights, *masters):
+        for tensor in tensors:
+            tensor.mul_(2)
+
+
 def nested(depth: int) -> list[Any]:
     """Lists inside each other."""
     value: list[Any] = []
@@ -239,6 +248,18 @@ def test_files_of_two_distributed_optimizers(runs, convert, tmp_path):
         for kind in ("plain", "distributed"):
             ran = convert("reshard", run, tmp_path / "out", "--with-optimizer", "--optimizer", kind)
             assert (ran.code, message in ran.err) == (code, True), ran.err
+
+
+@pytest.mark.parametrize("argv", [("zero2universal", "RUN", "OUT"), ("hf2fsdp", "RUN", "OUT", "--ranks", "2")])
+def test_weights_of_two_runs_beside_the_master_weights_of_one(runs, convert, tmp_path, argv):
+    """Masters that are read in place of the weights are of every copy of them, also on the other ranks of experts."""
+    run = shutil.copytree(runs["both"], tmp_path / "run")
+    (run / "iter_0000003/vitruvian.json").unlink()
+    spoil(run, lambda stored: stored["model"]["decoder.final_layernorm.weight"].mul_(2))
+    words = [*argv, *(["--with-optimizer"] if argv[0] == "hf2fsdp" else [])]
+    ran = convert(*({"RUN": run, "OUT": tmp_path / "out"}.get(word, word) for word in words))
+    told = "decoder.final_layernorm.weight" in ran.err and "mp_rank_00_001/model_optim_rng.pt are not the" in ran.err
+    assert (ran.code, told) == (6, True), ran.err
 
 
 def test_a_buffer_with_gaps_is_refused(model, convert, tmp_path):
@@ -447,7 +468,7 @@ def test_sound_files_that_make_no_checkpoint_are_not_verified(runs, convert, tmp
         (run / "iter_0000003/vitruvian.json").unlink()
         ran = convert("verify", run)
         assert (ran.code, "each with its CRC-32" in ran.out, ran.err) == (0, True, "")
-    spoil(tmp_path / "experts", lambda stored: stored["model"]["decoder.final_layernorm.weight"].mul_(2))
+    spoil(tmp_path / "experts", twice)
     ran = convert("verify", tmp_path / "experts")
     assert (ran.code, "differs between its copies in 1 of 1 places" in ran.err) == (6, True), ran.err
     ours, theirs = sorted((tmp_path / "distributed").rglob("distrib_optim.pt"))

@@ -273,6 +273,16 @@ def test_averaged_norms(convert, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_copied_beside_averaged_norms(convert, tmp_path):
+    """A moment, which no norm is read from, and which the output trains on from."""
+    run = shutil.copytree(GOLDEN / "llama-bf16-optimizer-tp2", tmp_path / "run")
+    opened = open_checkpoint(run, Settings(weights="exp_avg", gqa_layout="blocked"))
+    moment = next(fragment.fragment for fragment in opened.fragments())
+    flip(moment.path, moment.offset + moment.nbytes // 2)
+    refused(convert("average-norms", run, tmp_path / "out"), 3, f"{run / 'global_step'}", str(moment.path), "damaged")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_optimizer_that_goes_along(model, convert, tmp_path):
     assert convert("hf2megatron", model("llama", "bfloat16"), tmp_path / "m", "--iteration", 3).code == 0
     bare(add_optimizer(tmp_path / "m", "distributed"))

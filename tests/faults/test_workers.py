@@ -37,6 +37,7 @@ from formats.disk.safetensors import Fragment, Member, row_major
 from formats.disk.zstd_stream import Stream
 from formats.errors import DamagedError, Interrupted, OutputError, SourceError, UsageError
 from formats.layout.leaves import Leaf
+from formats.layout.slots import ORIGINAL
 from formats.registry import open_checkpoint
 from tests.faults.test_source_checksums import flip
 from tests.models import files
@@ -232,7 +233,7 @@ def test_what_one_process_must_do_is_done_by_it(started, jobs):
     others = [
         replace(jobs[0], sources=(replace(part, fragment=place._replace(stream=Stream(0, 1))),)),
         replace(jobs[0], targets=(replace(part, interleaved=True),)),
-        replace(jobs[0], twins=(replace(part, fragment=place._replace(path=RemotePath("s3://a/b"))),)),
+        replace(jobs[0], twins={ORIGINAL: (replace(part, fragment=place._replace(path=RemotePath("s3://a/b"))),)}),
     ]
     assert workers._is_portable(jobs[0])
     assert not any(workers._is_portable(job) for job in others)

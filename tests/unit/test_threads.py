@@ -62,7 +62,7 @@ def test_an_entry_that_another_thread_begins_meanwhile_is_counted_once():
     content = bytes(range(256)) * 256
     member = Member(0, len(content), zlib.crc32(content))
     fragment = Fragment(Path("f"), 0, "U8", (len(content),), (1,), member=member)
-    job = SimpleNamespace(name="t", sources=[SimpleNamespace(fragment=fragment)], replicas={}, twins=(), partial=False)
+    job = SimpleNamespace(name="t", sources=[SimpleNamespace(fragment=fragment)], replicas={}, twins={}, partial=False)
     checks = SourceChecks([SimpleNamespace(reads=[job])])
     checks.entries = watched = Between({}, 1, lambda: checks.passed(fragment, 0, memoryview(content)))
 

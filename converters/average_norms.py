@@ -80,8 +80,9 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
     if with_optimizer:
         planned.append(make_plan(neox.read(run, replace(settings, weights="fp32-master"))))
         for name, job in _norms(planned[1]).items():
-            mean = replace(job, targets=_moved(job, source.home, out), twins={})
-            rounded = replace(mean, dtype=module[name].dtype, targets=_moved(module[name], source.home, out))
+            mean = replace(job, targets=_moved(job, source.home, out))
+            places = _moved(module[name], source.home, out)
+            rounded = replace(mean, dtype=module[name].dtype, targets=places, twins={})
             jobs += [mean, rounded]
     else:
         jobs += [replace(job, targets=_moved(job, source.home, out)) for job in module.values()]
@@ -132,6 +133,7 @@ def run(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
     Raises:
         OutputError: OUT exists, there is no room, or another process or conversion uses the staging folder.
         DamagedError: an entry of a file that is copied has another CRC-32 than its archive records.
+        VerificationError: the FP32 master weights of a norm are not those of the module.
     """
     check_paths(work.source, request)
     every, place = request.commit_seconds, request.place

@@ -249,7 +249,9 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     spec = in_tables(source, "GPT-NeoX")
     plan = _run(source, request, partial(writer.write, options=options), "GPT-NeoX")
     own = isinstance(source.details, neox.Neox)
-    return replace(plan, notes=() if own else (*yml.window_notes(spec), *_dropout_notes(source, {})))
+    return replace(
+        plan, notes=() if own else (*yml.notes(spec, yml.to_neox(spec, 1, 0, 1, {})), *_dropout_notes(source, {}))
+    )
 
 
 def plan_mds(

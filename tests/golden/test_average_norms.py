@@ -86,6 +86,23 @@ def test_without_optimizer_states_the_module_alone(made, convert, tmp_path, yml)
     assert json.loads(ran.out)["written"] == 2
 
 
+def test_master_weights_of_another_save(made, convert, tmp_path, yml):
+    """Their mean would replace the norms that the module computes with."""
+    import shutil
+
+    import torch
+
+    folder = shutil.copytree(made(PARALLEL) / "tp2", tmp_path / "mixed")
+    for path in folder.rglob("*optim_states.pt"):
+        stored = torch.load(path, weights_only=False)
+        for tensor in (tensor for place, tensor in tensors(stored).items() if "fp32_groups" in place):
+            tensor.data.mul_(1.5)
+        torch.save(stored, path)
+    ran = convert("average-norms", folder, tmp_path / "out", "--config", yml)
+    refused(ran, 6, "norm", "are not the rounded FP32 master weights")
+    assert not (tmp_path / "out").exists()
+
+
 def test_one_rank_has_nothing_to_average(convert, tmp_path):
     folder = Path(__file__).parent / "neox" / "llama-vocab125-tp1"
     refused(convert("average-norms", folder, tmp_path / "out"), 4, "one tensor parallel rank")

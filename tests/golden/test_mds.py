@@ -322,6 +322,16 @@ def test_a_gelu_that_is_exact_for_onnx(convert, tmp_path):
     assert convert(*argv, "--accept", "onnx_safe").code == 0
 
 
+def test_norms_of_which_the_last_is_whole(convert, tmp_path):
+    """With --apply-layernorm-1p GPTModelPipe adds 1 in its layers, not in its final norm (gpt_model.py, 4efb479d)."""
+    run = resaved(
+        tmp_path / "run", lambda value: setattr(value["args"], "apply_layernorm_1p", True), "mp_rank*", GPT.name
+    )
+    refused(
+        convert("zero2hf", run, tmp_path / "out", "--gqa-layout", "grouped"), 4, "apply_layernorm_1p = True", "final"
+    )
+
+
 def test_a_rotation_by_the_cosine_of_an_angle(convert, tmp_path):
     """deepspeedai's tree since 676a482c takes cosine and sine for angles (4efb479d, model/rotary_pos_embedding.py)."""
     name = "llama_gqa_fused_tp2"

@@ -33,6 +33,15 @@ def test_a_llama():
     assert spec(LLAMA | {"sliding_window_width": 512} | FLASH).family == "mistral"
 
 
+@pytest.mark.parametrize(
+    ("norm", "told"),
+    [({"norm": "rmsnorm"}, 1), ({"norm": "rmsnorm", "rmsnorm_fusion": True}, 0), ({"norm": "te_rmsnorm"}, 0)],
+)
+def test_a_norm_that_older_versions_compute_otherwise(norm, told):
+    notes = spec({**LLAMA, **norm}).notes
+    assert [("before 4c9f1081" in note, "3e-06" in note) for note in notes] == [(True, True)] * told
+
+
 def test_a_window_is_as_wide_as_in_neox():
     """Its mask, computed here as it does (megatron/utils.py:67-80), is that of transformers with our setting."""
     import torch
@@ -45,7 +54,10 @@ def test_a_window_is_as_wide_as_in_neox():
     assert torch.equal(mask, torch.tensor(theirs))
     assert to_neox(model, 1, 0, 1, {})["sliding_window_width"] == 3
     assert "sliding_window = 4 counts the token itself, sliding_window_width = 3 of GPT-NeoX" in model.notes[0]
-    assert (spec(LLAMA | {"sliding_window_width": 3}, sliding_window=3).sliding_window, spec(LLAMA).notes) == (3, ())
+    assert (spec(LLAMA | {"sliding_window_width": 3}, sliding_window=3).sliding_window, len(spec(LLAMA).notes)) == (
+        3,
+        1,
+    )
     with pytest.raises(SourceError, match="sliding_window_width = 0"):
         spec(LLAMA | {"sliding_window_width": 0})
 

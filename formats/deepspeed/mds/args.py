@@ -60,7 +60,7 @@ own (megatron/training.py, pretrain_gpt.py) among them. `compression_training`,
 ALIKE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings",
     "layernorm_epsilon", "swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion", "add_bias_linear",
-    "apply_layernorm_1p", "rotary_percent", "untie_embeddings_and_output_weights",
+    "rotary_percent", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 """Arguments of the model with the same meaning in Megatron-LM."""
 
@@ -86,6 +86,23 @@ def _no_experts(key: str) -> Codec:
     return Codec(read_none, lambda *_: {key: [1]})
 
 
+def _not_one_less(key: str) -> Codec:
+    """The codec of norms whose weights are stored minus 1, of which GPTModelPipe has those of its layers alone.
+
+    Facts: megatron/model/gpt_model.py (the specs of the final norm) and transformer.py at 4efb479d.
+    """
+
+    def read_false(spelled: Spelled, context: Context) -> bool:
+        if spelled.get(key):
+            raise UnsupportedError(
+                f"{context.where}: {key} = {short(spelled[key])}: a pipeline of Megatron-DeepSpeed adds 1 to the norms "
+                "of its layers and not to the final one, and no class of transformers does"
+            )
+        return False
+
+    return Codec(read_false, lambda *_: {key: False})
+
+
 def _positions(rotary: str, learned: str, kind: str) -> Codec:
     """The codec of the kind of positions: an enum in BigScience's tree, a switch for each kind in the others."""
 
@@ -108,6 +125,7 @@ num_query_groups         num_key_value_heads
 group_query_attention    num_key_value_heads     whether present
 num_experts              num_experts             no experts
 position_embedding_type  use_rotary_position_embeddings add_position_embedding position_embedding_type  rotary, learned
+apply_layernorm_1p       apply_layernorm_1p      not one less
 -                        mlp_type                = "standard"
 -                        embed_layernorm         false if present
 """,
@@ -121,6 +139,7 @@ position_embedding_type  use_rotary_position_embeddings add_position_embedding p
         ),
         "whether present": _groups,
         "no experts": _no_experts,
+        "not one less": _not_one_less,
         "rotary, learned": _positions,
     },
 )
@@ -214,7 +233,6 @@ ROTARY = {"rope_theta": "--rotary-position-embeddings-theta", "rotary_percent": 
 SWITCHES = {
     "swiglu": (True, "--swiglu"), "squared_relu": (True, "--squared-relu"),
     "bias_gelu_fusion": (False, "--no-bias-gelu-fusion"), "add_bias_linear": (False, "--disable-bias-linear"),
-    "apply_layernorm_1p": (True, "--apply-layernorm-1p"),
     "use_rotary_position_embeddings": (True, "--use-rotary-position-embeddings"),
     "untie_embeddings_and_output_weights": (True, "--untie-embeddings-and-output-weights"),
     "embed_layernorm": (True, "--embed-layernorm"),

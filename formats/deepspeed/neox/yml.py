@@ -110,15 +110,30 @@ def from_neox(
     values["family"] = _family(kind, bool(config.get(WINDOW)), family)
     _require_dense(config, where)
     spec = checked(values | dict(settings), corrected(where, settings))
-    return spec if "sliding_window" in settings else replace(spec, notes=window_notes(spec))
+    return replace(spec, notes=notes(spec, config, settings))
 
 
-def window_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """A note on how transformers and GPT-NeoX count the tokens of a window, if there is one."""
-    window = spec.sliding_window
-    if window is None:
-        return ()
-    return (f"sliding_window = {window} counts the token itself, {WINDOW} = {window - 1} of GPT-NeoX those before it",)
+def notes(spec: ModelSpec, config: Mapping[str, Any], settings: Collection[str] = ()) -> tuple[str, ...]:
+    """Notes on what transformers and GPT-NeoX, or two versions of it, compute or count otherwise.
+
+    Facts: megatron/model/norms.py (`RMSNorm.forward`) before and at 4c9f1081.
+
+    Args:
+        spec: the model.
+        config: the yml.
+        settings: names of settings that the user has given.
+    """
+    window, found = spec.sliding_window, list[str]()
+    if window is not None and "sliding_window" not in settings:
+        found.append(
+            f"sliding_window = {window} counts the token itself, {WINDOW} = {window - 1} of GPT-NeoX those before it"
+        )
+    if config.get("norm") == "rmsnorm" and not config.get("rmsnorm_fusion"):
+        found.append(
+            f"norm = rmsnorm: GPT-NeoX before 4c9f1081 (2025-05-09) divides by the root mean square plus "
+            f"{spec.norm_epsilon:g}; since then, and in transformers, the {spec.norm_epsilon:g} is under the root"
+        )
+    return tuple(found)
 
 
 def is_gated(config: Mapping[str, Any]) -> bool:

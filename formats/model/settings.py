@@ -339,6 +339,12 @@ def corrected(where: str, settings: Mapping[str, Any]) -> str:
     return " ".join([where, *(["with"] if settings else []), *(f"--set {n}={shown(v)}" for n, v in settings.items())])
 
 
+def rope_way(scaling: Mapping[str, Any] | None, whose: str) -> str:
+    """The option with which the user chooses a rope scaling, and in brackets who computes it."""
+    value = f"'rope_scaling={json.dumps(dict(scaling))}'" if scaling else "rope_scaling=none"
+    return f"--set {value} ({whose})"
+
+
 def shown(value: Any) -> str:
     """A value as `--set` accepts it: `none`, `true`, JSON; text without quotes."""
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from formats.huggingface.maxtext.tables import TABLES
+from formats.registry import open_checkpoint
+from tests.faults.dcp_tools import refused
 from tests.golden.test_coverage import lines, used
 
 HERE = Path(__file__).with_name("maxtext")
@@ -48,6 +51,46 @@ def test_its_logits(convert, tmp_path, name):
     scale = np.abs(golden["logits"]).max()
     assert np.abs(logits.numpy() - golden["logits"]).max() < 1e-5 * max(1, scale)
     assert scale > 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("factor", 32.0),
+        ("low_freq_factor", 2.0),
+        ("high_freq_factor", 8.0),
+        ("original_max_position_embeddings", 1024),
+    ],
+)
+def test_a_scaling_that_its_decoder_does_not_compute_is_asked_for(convert, tmp_path, key, value):
+    """Each number is a constant of MaxText: what it computed, or what a changed MaxText did, is what the hint sets."""
+    config, out = json.loads((HERE / "llama31_zarr2/config.json").read_text()), tmp_path / "out"
+    stock = config["rope_scaling"]
+    other = stock | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": other}))
+    words = ["maxtext2hf", HERE / "llama31_zarr2/checkpoint", out, "--config", tmp_path]
+    ran = convert(*words)
+    refused(ran, 5, f"llama3 scaling with {key} = {value}, and MaxText has {stock[key]:g} whatever a config says")
+    assert not out.exists()
+    ways = re.findall(r"--set '(rope_scaling=.*?)' \(", ran.err)
+    assert len(ways) == 2
+    for way, scaling in zip(ways, (stock, other), strict=True):
+        ran = convert(*words, "--set", way, "--force")
+        assert ran.code == 0, ran.err
+        assert open_checkpoint(out).spec.rope_scaling == scaling
+
+
+@pytest.mark.parametrize("config", [{"norm_topk_prob": False}, {}])
+def test_weights_of_experts_that_do_not_add_up_to_one(convert, tmp_path, config):
+    """MaxText's do, whatever a config says (layers/moe.py `get_topk`); false is the default of the class."""
+    base = json.loads((HERE / "qwen3_moe/config.json").read_text())
+    base.pop("norm_topk_prob")
+    (tmp_path / "config.json").write_text(json.dumps(base | config))
+    words = ["maxtext2hf", HERE / "qwen3_moe/checkpoint", tmp_path / "out", "--config", tmp_path]
+    refused(convert(*words), 4, "norm_topk_prob = false", "--set router_normalized=true")
+    ran = convert(*words, "--set", "router_normalized=true")
+    assert ran.code == 0, ran.err
+    assert json.loads((tmp_path / "out/config.json").read_text())["norm_topk_prob"] is True
 
 
 @pytest.mark.parametrize("name", ["converted_llama31", "converted_qwen3_moe"])

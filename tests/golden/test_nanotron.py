@@ -271,6 +271,26 @@ def test_positions_that_are_interpolated_are_linear_scaling(convert, tmp_path):
     assert json.loads((tmp_path / "again/model_config.json").read_text())["rope_seq_len_interpolation_factor"] == 4.0
 
 
+@pytest.mark.parametrize(("chosen", "family"), [("none", "llama"), ("5", "mistral")])
+def test_a_window_that_its_version_ignored_is_asked_for(convert, tmp_path, chosen, family):
+    """From March to June 2025 `_forward_packed` heeds none; and its config lacks what came with windows."""
+    since = ("rope_seq_len_interpolation_factor", "log_attn_probs", "ring_attn_heads_k_stride")
+    run = changed(tmp_path, "qwen2_window", lambda config: [config.pop(key) for key in since])
+    hint = "--set sliding_window=none (the stock version) or --set sliding_window=5 (one that heeds it)"
+    message = "sliding_window_size = 5 without a rope_seq_len_interpolation_factor"
+    refused(convert("nanotron2hf", run, tmp_path / "out"), 5, message, hint)
+    assert not (tmp_path / "out").exists()
+    ran = convert("nanotron2hf", run, tmp_path / "out", "--set", f"sliding_window={chosen}")
+    assert ran.code == 0, ran.err
+    spec = open_checkpoint(tmp_path / "out").spec
+    assert (spec.family, spec.sliding_window) == (family, None if chosen == "none" else 5)
+
+
+def test_a_model_without_a_window_is_read_of_any_version(tmp_path):
+    run = changed(tmp_path, "qwen2_tp2", lambda config: config.pop("rope_seq_len_interpolation_factor"))
+    assert open_checkpoint(run).spec == open_checkpoint(HERE / "qwen2_tp2").spec
+
+
 @pytest.mark.parametrize("factor", ["x", False, True, 0, -1, [], float("nan"), float("inf"), 1e30])
 def test_a_factor_that_is_none_is_refused(convert, tmp_path, factor):
     run = changed(tmp_path, "qwen2_tp2", lambda config: config.update(rope_seq_len_interpolation_factor=factor))

@@ -29,7 +29,7 @@ from formats.families.family import Family
 from formats.huggingface import MAXTEXT, language_model, own_config
 from formats.huggingface import folder as huggingface
 from formats.huggingface.maxtext.changes import changed
-from formats.huggingface.maxtext.decoder import neighbours_of
+from formats.huggingface.maxtext.decoder import neighbours_of, require_scaling
 from formats.huggingface.maxtext.layers import by_layer
 from formats.huggingface.maxtext.orbax import METADATA, Tree, read_tree
 from formats.huggingface.maxtext.tables import FAMILIES, TABLES, slots_of
@@ -87,6 +87,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         SourceError: arrays are missing, damaged, or of another model than the config describes.
         OptionNeededError: there is no Hugging Face config.
         UnsupportedError: the checkpoint is not MaxText's, its model is not supported, or tensorstore is not installed.
+        RefusedError: the config describes a model that stock MaxText computes otherwise.
     """
     if any(UNFINISHED in folder.name for folder in (path, path.parent)):
         raise SourceError(f"{path} is a save that Orbax has not finished", "take another step")
@@ -114,6 +115,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     spec = huggingface.read_spec(config, assets, settings)
     own_config.require_same(own, base, heads, settings, spec)
     neighbours = neighbours_of(spec, assets)
+    require_scaling(spec, settings.values, assets)
     described = arrays(tree.store, names.values())
     tensors = dict[str, Scattered]()
     for key, name in names.items():

@@ -2,22 +2,27 @@
 
 Facts: maxtext 0.2.5 (PyPI), configs/types.py, layers/attentions.py (`init_rotary_embedding`), layers/linears.py
 (`_convert_to_activation_function`: functions of jax.nn, whose gelu is the approximation), layers/normalizations.py
-(`RMSNorm`: epsilon 1e-6 where a decoder names none), models/gemma2.py, models/gemma3.py.
+(`RMSNorm`: epsilon 1e-6 where a decoder names none), models/gemma2.py, models/gemma3.py. Of `LLAMA3`:
+layers/embeddings.py (`_apply_scaling_factor`), the same from 733c1157 (2024-10-01), the first with it, to 2026-08-22.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
-from formats.errors import UnsupportedError, short, some
+from formats.errors import RefusedError, UnsupportedError, short, some
 from formats.huggingface.maxtext.changes import query_scale
 from formats.huggingface.maxtext.layers import BLOCKS
 from formats.huggingface.maxtext.tables import FAMILIES
+from formats.model.settings import rope_way
 from formats.model.spec import ModelSpec
 
 SCALINGS = {"default": False, "linear": False, "llama3": True}
 """Rotary scaling that is read: whether neighbouring rows rotate with it. MaxText's YaRN may do either
 (`rope_interleave`), so it is not read."""
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The llama3 scaling of MaxText, which no setting of it changes."""
 PAIRED = ("gemma2",)
 """Families whose decoder is made of whole periods."""
 EPSILON = 1e-6
@@ -38,6 +43,12 @@ def neighbours_of(spec: ModelSpec, assets: Path) -> bool:
         raise UnsupportedError(f"{where}: {names} of {spec.family}, and MaxText's decoder has no such biases")
     if spec.activation == "gelu":
         raise UnsupportedError(f"{where}: activation = gelu, and MaxText has its approximation alone")
+    if spec.router_normalized is False:
+        raise UnsupportedError(
+            f"{where}: norm_topk_prob = false, and MaxText's decoder of {spec.family} takes the softmax over the "
+            "experts of a token, whose weights always add up to 1",
+            "if the config is not of this training: --set router_normalized=true",
+        )
     if FAMILIES[spec.family].gemma:
         _require_gemma(spec, where)
     elif spec.sliding_window is not None:
@@ -51,6 +62,29 @@ def neighbours_of(spec: ModelSpec, assets: Path) -> bool:
             f"{where}: rope_type = {short(kind)}, with which a checkpoint does not say which rows of a head rotate"
         )
     return SCALINGS[kind]
+
+
+def require_scaling(spec: ModelSpec, chosen: Collection[str], assets: Path) -> None:
+    """Refuse a llama3 scaling by other numbers than MaxText's, with which no stock MaxText trained.
+
+    Args:
+        spec: the model that the config describes.
+        chosen: the names of the settings that the user passed.
+        assets: the folder of the config.
+
+    Raises:
+        RefusedError: it is such a scaling, and the user has not chosen one.
+    """
+    scaling = spec.rope_scaling or {}
+    odd = [key for key, value in LLAMA3.items() if scaling.get(key) != value]
+    if scaling.get("rope_type") == "llama3" and odd and "rope_scaling" not in chosen:
+        said = ", ".join(f"{key} = {short(scaling.get(key))}" for key in odd)
+        known = ", ".join(f"{LLAMA3[key]:g}" for key in odd)
+        raise RefusedError(
+            f"{assets / 'config.json'}: llama3 scaling with {said}, and MaxText has {known} whatever a config says",
+            f"{rope_way({'rope_type': 'llama3', **LLAMA3}, 'stock MaxText')} or "
+            f"{rope_way(scaling, 'a MaxText that was changed to heed them')}",
+        )
 
 
 def _require_gemma(spec: ModelSpec, where: str) -> None:

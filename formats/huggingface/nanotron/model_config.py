@@ -6,7 +6,9 @@ layers without rotary embeddings, biases and experts. Its Llama has neither bias
 
 Facts: huggingface/nanotron at 2411b022, config/models_config.py, models/llama.py, models/qwen.py, nn/moe.py; for
 versions 0.4 and 0.5, whose `LlamaConfig` has neither `rope_theta` nor `rope_interleaved`, models/llama.py: neighbouring
-rows rotate, with a base of 10000. Checkpoints of 0.5 and 2411b022 with their logits are in tests/golden/nanotron.
+rows rotate, with a base of 10000; for windows, models/qwen.py at 4bda8a2b (2025-03-30), 3ef78f00 (2025-05-11), b4142da7
+(2025-05-12) and 7bc99232, in which these came to main (2025-06-23). Checkpoints of 0.5 and 2411b022 with their logits
+are in tests/golden/nanotron.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ router_normalized    -                                             must be false
 the family. Versions whose config has no `rope_theta` have a base of 10000. Without `_use_qkv_packed` this commit of
 nanotron cannot compute attention."""
 
+WINDOW, SINCE_WINDOWS = "sliding_window_size", "rope_seq_len_interpolation_factor"
+"""The key of the window, and one that came a day after the commit that computes windows; a save has all keys."""
 VOCAB = "vocab_size"
 """The key of the rows of the embedding: the trainer writes the padded number (trainer.py `init_model`)."""
 OF_A_RUN: Mapping[str, Any] = {
@@ -111,7 +115,8 @@ def read_config(
     Raises:
         SourceError: a setting is missing.
         UnsupportedError: the model computes something that has no layout here.
-        RefusedError: model_config.json and the Hugging Face config contradict each other.
+        RefusedError: model_config.json and the Hugging Face config contradict each other, or the version that saved the
+            model ignored its window.
     """
     flat = _flat(config)
     kind = next((kind for kind, mark in MARKS.items() if flat.get(mark)), "")
@@ -136,6 +141,8 @@ def read_config(
     spelled = {key: value for key, value in flat.items() if value is not None or key in NULLS}
     values = read(TABLE, spelled, conditions, where)
     neighbours, biased = values.pop("neighbours"), values.pop("biased", False)
+    if "sliding_window" not in settings.values:
+        _require_heeded(values.get("sliding_window"), flat, where)
     values |= settings.values
     padded = checked_in_file(positive_int, flat.get(VOCAB), VOCAB, where, COUNT)
     tokens = settings.vocab_size or settings.values.get("vocab")
@@ -159,6 +166,23 @@ def read_config(
     values |= {name: FIXED[name] for name in FIXED if name in keys and values.get(name) is None}
     values = {name: value for name, value in values.items() if name not in FIXED or name in keys}
     return _confirmed(values, settings.values, base, where), neighbours
+
+
+def _require_heeded(window: Any, flat: Mapping[str, Any], where: str) -> None:
+    """Refuse a window in the config of a version that computes none.
+
+    From 4bda8a2b to 3ef78f00 `_forward_packed` calls flash-attn with `window_size=(-1, -1)`. The versions before fail
+    (`CoreAttention`: "Simple causal mask is not supported with sliding window").
+
+    Raises:
+        RefusedError: it is such a window.
+    """
+    if type(window) is int and SINCE_WINDOWS not in flat:
+        raise RefusedError(
+            f"{where}: {WINDOW} = {window} without a {SINCE_WINDOWS}: it was saved by a nanotron from before "
+            f"2025-06-23 (7bc99232), whose attention ignores {WINDOW}",
+            f"--set sliding_window=none (the stock version) or --set sliding_window={window} (one that heeds it)",
+        )
 
 
 def _confirmed(values: dict[str, Any], overrides: Mapping[str, Any], base: ModelSpec | None, where: str) -> ModelSpec:

@@ -9,7 +9,6 @@ of Megatron-LM fails to pass to megatron-core, they pass.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from formats.megatron.args.layers import own_attention
 from formats.megatron.args.rope import NO_SCALE
 from formats.megatron.args.versions import FAILS, by_name, effective_args, ignored, version_of
 from formats.megatron.pipeline import PATTERN
+from formats.model.settings import rope_way
 from formats.model.spec import ModelSpec
 
 FUSED_TOKENS = 4096
@@ -89,13 +89,13 @@ def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | 
         return read(args)
     written, ways = _reading(args, read), []
     if changed:
-        ways += [_way(base.rope_scaling, "as in the config")] if base and base.rope_scaling else []
+        ways += [rope_way(base.rope_scaling, "as in the config")] if base and base.rope_scaling else []
     else:
         computed = _reading(effective_args(args, version), read)
         if computed == written:
             return read(args)
-        ways += [_way(computed[0], f"stock Megatron-LM {version}")] if computed else []
-    ways += [_way(written[0], "a tree that was changed to heed them")] if written else []
+        ways += [rope_way(computed[0], f"stock Megatron-LM {version}")] if computed else []
+    ways += [rope_way(written[0], "a tree that was changed to heed them")] if written else []
     asked = ", ".join(f"{row.dest} = {short(args.get(row.dest))}" for row in rows)
     raise RefusedError(
         f"{where}: Megatron-LM {version} made these args, whose stock tree does not compute {asked}", " or ".join(ways)
@@ -204,7 +204,7 @@ def require_scale(args: Args, scaling: Scaling, where: str) -> None:
         unscaled = {name: value for name, value in known.items() if name not in NO_SCALE} | {"attention_factor": 1.0}
         raise RefusedError(
             f"{where}: {FUSED_ROPE} = True with YaRN: this kernel leaves out its scale of queries and keys",
-            f"{_way(unscaled, 'the stock tree')} or {_way(scaling, 'a tree that scales them')}",
+            f"{rope_way(unscaled, 'the stock tree')} or {rope_way(scaling, 'a tree that scales them')}",
         )
 
 
@@ -214,9 +214,3 @@ def _reading(args: Args, read: Callable[[Args], Scaling]) -> tuple[Scaling] | No
         return (read(args),)
     except UnsupportedError:
         return None
-
-
-def _way(scaling: Scaling, whose: str) -> str:
-    """The option with which the user chooses a rope scaling, and in brackets who computes it."""
-    value = f"'rope_scaling={json.dumps(dict(scaling))}'" if scaling else "rope_scaling=none"
-    return f"--set {value} ({whose})"

@@ -193,9 +193,12 @@ effort = option_group(
                  help=f"Tensors that are converted at a time.  [default: the cores of the job, {MOST} at most]"),
     memory,
 )  # fmt: skip
+COPIES = (
+    "Copies of a tensor on other ranks: compare, ignore (and take FP32 master weights uncompared), or average in "
+    "float32."
+)
 replicas = click.option(
-    "--replicas", type=click.Choice(["verify", "first", "mean"]), default="verify", show_default=True,
-    help="Copies of a tensor on other ranks: compare, ignore, or average in float32.",
+    "--replicas", type=click.Choice(["verify", "first", "mean"]), default="verify", show_default=True, help=COPIES,
 )  # fmt: skip
 dtype = click.option(
     "--dtype", type=Dtype(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
@@ -274,8 +277,7 @@ at_iteration = click.option(
 )
 policy = click.option(
     "--replicas", type=click.Choice(["verify", "first", "mean"]),
-    help="Copies of a tensor on other ranks: compare, ignore, or average in float32."
-         "  [default: verify; mean for GPT-NeoX]",
+    help=f"{COPIES}  [default: verify; mean for GPT-NeoX]",
 )  # fmt: skip
 writing = option_group(
     dtype,

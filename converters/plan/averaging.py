@@ -13,7 +13,7 @@ from converters.assets.token_files import TOKENIZER_FILES
 from converters.plan.agreement import APART, file_differences, setting_differences
 from converters.plan.names import with_same_names
 from converters.plan.opening import replicas_of
-from converters.plan.output import Output, plan_output
+from converters.plan.output import Output, plan_output, uncompared
 from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable, without_records
 from converters.plan.request import Request
 from converters.plan.targets import require_vocab
@@ -174,6 +174,8 @@ def plan_average(
     texts = (*planned.notes, *of_others, *dict.fromkeys(note for some_notes in notes for note in some_notes))
     if any(source.config for source in sources):
         texts = (*texts, f"config and tokenizer are those of {sources[0].root}", *_other_tokenizers(sources))
+    pairs = zip(read, policies, strict=True)
+    texts = (*texts, *{note for of_source, policy in pairs for note in uncompared(of_source.values(), policy)})
     return replace(without_records(planned), source=checkpoints[0], jobs=jobs, inputs=inputs, notes=texts)
 
 

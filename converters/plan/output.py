@@ -5,8 +5,8 @@ The default of an option means: as in the source where that is of the same forma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.plan.request import Request
@@ -16,7 +16,7 @@ from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.registry import format_of
 
 if TYPE_CHECKING:
-    from converters.plan.plan import Plan
+    from converters.plan.plan import Job, Plan
     from formats.checkpoint import Checkpoint
     from formats.deepspeed.universal import States
     from formats.megatron.args.options import Options
@@ -166,7 +166,20 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
         if source.settings.adapter == "only":
             _require_alone(source, to, output)
         return plan_adapted(source, request, lambda base: planned(base, request, output))
-    return planned(source, request, output)
+    plan = planned(source, request, output)
+    return replace(plan, notes=(*plan.notes, *uncompared(plan.jobs, request.limits.replicas)))
+
+
+def uncompared(jobs: Iterable[Job], replicas: str) -> list[str]:
+    """A note on FP32 master weights that a replica policy takes without a comparison with the weights, if there are.
+
+    Those in the file of the weights have no names, and are compared in any case.
+    """
+    from formats.layout.slots import ORIGINAL
+
+    masters = (read for job in jobs for read in job.reads if read.twins) if replicas == "first" else ()
+    taken = any(read.twins[ORIGINAL][0].fragment.path != read.sources[0].fragment.path for read in masters)
+    return ["--replicas first: the FP32 master weights are not compared with the weights"] * taken
 
 
 def _require_alone(source: Checkpoint, to: str, output: Output) -> None:

@@ -327,7 +327,8 @@ def test_masters_with_names_may_be_taken_unchecked(convert, tmp_path, stage):
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16() + 1}, "param_shapes": [{EMBEDDING: (8, 4)}]}
     argv = [save(tmp_path / "run", model, partition(flat, stage)), tmp_path / "out", *MASTERS]
     refused(convert("zero2hf", *argv), 6, "32 of 32 elements", "--replicas first takes the master weights unchecked")
-    assert convert("zero2hf", *argv, "--replicas", "first").code == 0
+    ran = convert("zero2hf", *argv, "--replicas", "first")
+    assert (ran.code, "the FP32 master weights are not compared with the weights" in ran.err) == (0, True), ran.err
     assert torch.equal(weights(tmp_path / "out")[EMBEDDING], flat.reshape(8, 4))
 
 

@@ -31,6 +31,10 @@ KINDS = {"qwen2_5_vl": "Qwen25VLModel", "qwen3_vl": "Qwen3VLModel", "qwen3_vl_mo
 TOWERS = {"qwen2_5_vl": "visual.", "qwen3_vl": "vision_model.", "qwen3_vl_moe": "vision_model.",
           "glm4v_moe": "visual."}  # fmt: skip
 
+SCALED = ("qwen2_5_vl", "qwen2_5_vl_0.6", "glm4v_moe", "glm4v_moe_0.6", "qwen3_vl", "qwen3_vl_0.6", "qwen3_vl_moe",
+          "qwen3_vl_moe_0.6", "qwen3_5", "qwen3_5_moe")  # fmt: skip
+"""Runs of classes that have no llama3 scaling."""
+
 
 def differences(
     folder: Path, kind: str, change: Callable[[dict[str, Any]], Any] = lambda _: None, golden: Path | None = None
@@ -232,6 +236,39 @@ def test_its_language_model_alone(convert, tmp_path, kind):
     assert convert("diff", tmp_path / "alone", tmp_path / "text", "--tensors").code == 0
     ran = convert("megatron2hf", without_text_config(kind, tmp_path / "run"), tmp_path / "no")
     refused(ran, 3, "the config of its tower is missing", "--config acme/tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        *((name, "rope_scaling", True) for name in SCALED),
+        *((name, "seq_len_interpolation_factor", 2.0) for name in SCALED if "qwen3" in name),
+    ],
+)
+def test_a_scaling_that_the_class_ignores(convert, tmp_path, name, field, value):
+    """Read of the text alone too: the text that the class trained has no scaling."""
+    run = shutil.copytree(REAL / name, tmp_path / "run")
+    path = next(run.rglob("run_config.yaml"))
+    fields = yaml.safe_load(path.read_text())
+    fields["model"][field] = value
+    path.write_text(yaml.safe_dump(fields))
+    words = ["megatron2hf", run, tmp_path / "out", "--only", "text"]
+    refused(convert(*words), 4, f"{field} = {value}, which", "--set rope_scaling=none")
+    ran = convert(*words, "--set", "rope_scaling=none")
+    assert ran.code == 0, ran.err
+    assert convert("megatron2hf", REAL / name, tmp_path / "stock", "--only", "text").code == 0
+    config, stock = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "stock"))
+    assert config == stock
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_field_whose_default_is_the_class_own(convert, tmp_path, name):
+    run = shutil.copytree(REAL / name, tmp_path / "run")
+    path = next(run.rglob("run_config.yaml"))
+    fields = yaml.safe_load(path.read_text())
+    del fields["model"]["rotary_percent"]
+    path.write_text(yaml.safe_dump(fields))
+    refused(convert("megatron2hf", run, tmp_path / "out", "--only", "text"), 3, "run_config.yaml lacks rotary_percent")
 
 
 def without_text_config(kind: str, at: Path) -> Path:

@@ -209,7 +209,7 @@ def args_of(config: RunConfig, settings: Collection[str] = (), *, adapter: bool 
     if whole:
         if adapter:
             raise UnsupportedError(f"{path}: an adapter of a {whole.kind} in Megatron-Bridge is not read")
-        fields = vision.of_text(whole, fields, str(path))
+        fields = vision.of_text(whole, fields, settings, str(path))
     own = providers.of_fields(fields, str(path))
     if adapter:
         providers.require_no_adapter(own[0] if own else None, str(path))

@@ -104,6 +104,11 @@ RUNNING = {
 are compared nevertheless."""
 
 
+FRACTION = "rotary_percent"
+"""A field that has another default in some of the classes than in GPTModelProvider (0.3.1 and 0.6.0,
+qwen35_vl_provider.py and glm_45v_provider.py). Megatron-Bridge saves every field."""
+
+
 @dataclass(frozen=True)
 class Vision:
     """A class of Megatron-Bridge with a vision tower.
@@ -119,6 +124,7 @@ class Vision:
         language: the class of the language model alone.
         positions: the `position_embedding_type`, where that of the language model alone is `rope`; None if the same.
         lacks: settings of a language model that the class does not support and `language` does not refuse itself.
+        ignores: fields of rotary scaling that the class does not hand to its language model.
         transposed: the matrices of Hugging Face files that the class has transposed.
         states: the `_extra_state` entries that a load requires besides those of the language model.
         deviation: the difference from the computation of transformers; None if there is none.
@@ -147,6 +153,7 @@ class Vision:
     language: str = GPT
     positions: str | None = "mrope"
     lacks: tuple[str, ...] = ("rope_scaling", "sliding_window", "dense_layers")
+    ignores: tuple[str, ...] = ("rope_scaling",)
     transposed: frozenset[str] = frozenset()
     states: tuple[str, ...] = ()
     deviation: Deviation | None = None
@@ -296,11 +303,19 @@ class Vision:
             )
 
 
-def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def of_text(vision: Vision, fields: Mapping[str, Any], settings: Collection[str], where: str) -> dict[str, Any]:
     """Return the fields of the language model, as its class alone would have them.
 
+    Args:
+        vision: the class.
+        fields: its fields.
+        settings: the settings that the user passed.
+        where: what to call the file in an error.
+
     Raises:
-        UnsupportedError: the positions are not of the class's kind, or rotary_base differs from hf_text_config.
+        UnsupportedError: the positions are not of the class's kind, rotary_base differs from hf_text_config, or a field
+            has no effect in the class.
+        SourceError: a field is missing, whose default is the class's own.
     """
     own = {*vision.fields, *RUNNING} - {vision.whole}
     others = {name: value for name, value in fields.items() if name not in own}
@@ -310,6 +325,16 @@ def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, 
     if fields.get("position_embedding_type") != vision.positions:
         odd = short(fields.get("position_embedding_type"))
         raise UnsupportedError(f"{where}: position_embedding_type = {odd} in a {vision.name}")
+    if FRACTION not in fields:
+        raise SourceError(
+            f"{where} lacks {FRACTION}, which Megatron-Bridge saves of every {vision.name}", "copy the file again"
+        )
+    ignored = [name for name in vision.ignores if fields.get(name)]
+    if ignored and "rope_scaling" not in settings:
+        raise UnsupportedError(
+            f"{where}: {ignored[0]} = {short(fields[ignored[0]])}, which {vision.name} does not hand to its model",
+            "what it trained is --set rope_scaling=none",
+        )
     inner = config_in(fields.get(TEXT) or {})
     if inner and "rope_parameters" not in inner and inner.get("rope_theta") != fields.get("rotary_base"):
         raise UnsupportedError(

@@ -91,6 +91,11 @@ def _layers(*further: Stack, **fixed: Any) -> Layers:
     )
 
 
+UNSCALED = ("seq_len_interpolation_factor", "rope_scaling")
+"""The fields that Qwen3VLModel does not hand to its language model (0.3.1 and 0.6.0, models/qwen_vl/
+modelling_qwen3_vl/model.py); megatron-core's `mrope`, which the other classes have, takes the first (gpt_model.py)."""
+
+
 def _qwen3(kind: str, name: str, target: str) -> Vision:
     """Return the class of a kind of Qwen3-VL, dense or with experts."""
     return Vision(
@@ -110,6 +115,7 @@ def _qwen3(kind: str, name: str, target: str) -> Vision:
         },
         _deepstack,
         architecture=f"{name}ForConditionalGeneration",
+        ignores=UNSCALED,
         releases=LATER,
         layers=_layers(Stack(MERGERS, _deepstack, MERGER_PARTS)),
         deviation=GELU,
@@ -149,6 +155,7 @@ def _qwen3_5(kind: str, name: str, target: str) -> Vision:
         },
         fixed={"hetereogenous_dist_checkpoint": True, "qk_layernorm": True},
         releases=LATER,
+        ignores=UNSCALED,
         layers=_layers(deepstack_visual_indexes=[]),
         deviation=GELU,
         arguments=LINEAR,

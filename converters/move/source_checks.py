@@ -207,6 +207,8 @@ class SourceChecks:
         if crc == member.crc:
             return
         key, path = _key(fragment, member), fragment.path
+        with self.lock:
+            self.entries[key] = Entry(member.size)  # whoever reads it again is refused again
         inside = dict.fromkeys(
             job.stored_as
             for job in self.jobs

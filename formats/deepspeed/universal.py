@@ -28,7 +28,7 @@ from formats.checkpoint import Checkpoint, OutputFile
 from formats.deepspeed.folders import OURS
 from formats.deepspeed.partitions import Partition
 from formats.deepspeed.steps import steps_by_group, steps_made
-from formats.disk.safetensors import FLOATS, row_major
+from formats.disk.safetensors import FLOATS, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Cut, Piece
 from formats.layout.lowering import run_sizes
@@ -38,6 +38,7 @@ from formats.layout.slots import Slot
 from formats.model.accepted import STEPS
 from formats.model.adapters import is_of_adapter
 from formats.optimizer import required_states
+from formats.torch_files import duplicate_files
 from formats.torch_files.archive import read_torch
 from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import archived
@@ -225,7 +226,11 @@ def copies(tag: Path, trained: Collection[str], module: Collection[str]) -> set[
         module: the names in the module, second names among them.
     """
     others = (name for name in names(tag) if trained and name not in trained and name in module)
-    return {name for name in others if {path.name for path in (tag / "zero" / name).iterdir()} == {"fp32.pt"}}
+    return {name for name in others if not _is_trained(tag / "zero" / name)}
+
+
+def _is_trained(folder: Path) -> bool:  # whether there is more than its fp32.pt
+    return {path.name for path in folder.iterdir()} != {"fp32.pt"}
 
 
 def tensors(
@@ -247,8 +252,9 @@ def parameters(
         skip: the parameters that are left out.
 
     Raises:
-        SourceError: a file is missing, or holds no tensor, or a tensor of another shape or element type.
+        SourceError: a file is missing, holds no tensor or one of another shape or element type, or is another's copy.
     """
+    trained = list[tuple[Path, list[Fragment]]]()
     for name in names(tag):
         if name in skip:
             continue
@@ -268,8 +274,10 @@ def parameters(
             raise SourceError(f"{file.path} holds {fragment.dtype}, a master is F32")
         if fragment.dtype not in FLOATS:
             raise SourceError(f"{file.path} holds {state} of {short(name)} as {fragment.dtype}, which is no float")
+        trained += [(file.path, [fragment])] * _is_trained(folder)
         part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
         yield name, from_pieces(name, shape, fragment.dtype, [Piece(part, fragment)]), keys
+    duplicate_files.require_own(trained)
 
 
 def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:

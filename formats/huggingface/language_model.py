@@ -85,6 +85,12 @@ INHERITED = ("dtype", "torch_dtype", "transformers_version", "quantization_confi
              "pad_token_id")  # fmt: skip
 """Keys of the whole model that also hold for the language model, where `text_config` lacks them."""
 TIED = "tie_word_embeddings"
+TIED_WHOLES = (
+    "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "gemma3", "gemma4", "gemma4_unified",
+    "got_ocr2", "hyperclovax_vision_v2", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "mistral3",
+    "ovis2", "paligemma", "pp_chart2table",
+)  # fmt: skip
+"""Model types of whole models that are tied where their config does not say it (the config classes of 5.23.0)."""
 ROPES = ("rope_parameters", "rope_scaling")
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Rotary settings for which elements of a head rotate by height and width in an image; in text the three positions of a
@@ -188,9 +194,9 @@ def select(config: dict[str, Any], keys: Iterable[str], settings: Settings, wher
         names[new] = key
     read_keys = set(names.values())
     headless = "lm_head.weight" not in names
+    text_config, notes = _config(config, headless, where)
     if headless and "tied" not in settings.values:
         _require_one_word(config, where)
-    text_config, notes = _config(config, headless, where)
     return Selection(text_config, names, tuple(key for key in every if key not in read_keys), notes)
 
 
@@ -288,12 +294,19 @@ def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], headless: bool) -
 
 
 def _require_one_word(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config, of files without a head, that is tied in `text_config` and not tied in the whole model.
+    """Refuse a config, of files without a head, by which the whole model is not tied though its text is, or may be.
 
     Raises:
         RefusedError: it is such a config: transformers 4 made a tied model of the files, and 5 fills a head with random
             numbers.
     """
+    kind, said = config.get("model_type"), _inner(config).get(TIED)
+    if TIED not in config and said is not True and kind in WHOLES and kind not in TIED_WHOLES:
+        raise RefusedError(
+            f"{where} says {TIED} = {short(said)} in text_config and nothing outside, where a {kind} is not tied by "
+            "default, and the files hold no lm_head.weight",
+            "if the head was trained tied to the embedding: --set tied=true",
+        )
     if TIED in config and config[TIED] is not True and _inner(config).get(TIED) is True:
         raise RefusedError(
             f"{where} says {TIED} = {short(config[TIED])} and true in its text_config, and the files hold no "

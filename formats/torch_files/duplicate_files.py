@@ -1,7 +1,8 @@
-"""A file of torch that was saved again under the name of another rank: both hold the same elements.
+"""A file of torch that was saved again under the name of another rank or parameter: both hold the same elements.
 
-Of ZeRO the parts are those of the optimizer states, or in stage 3 of the frozen parameters in the model files; of
-nanotron the states of the parameters that are cut over the ranks.
+Of a universal checkpoint the files are those of one optimizer state of the trained parameters. Of ZeRO the parts are
+those of the optimizer states, or in stage 3 of the frozen parameters in the model files; of nanotron the states of the
+parameters that are cut over the ranks.
 
 torch.save keeps a CRC-32 of each storage, so the files are compared without reading them. What is alike on two ranks by
 itself has one value throughout: a group that begins at zeros or ones, or has no elements on a rank.
@@ -20,11 +21,11 @@ CHUNK = 1 << 20
 
 
 def require_own(partitions: Iterable[tuple[Path, Sequence[Fragment]]]) -> None:
-    """No two ranks hold the same elements.
+    """No two ranks or parameters hold the same elements.
 
     Args:
-        partitions: the file of each rank, and its part of each flat group, of each state; or of each frozen or cut
-            parameter.
+        partitions: the file of each rank or parameter, and its part of each flat group, of each state; or of each
+            frozen or cut parameter.
 
     Raises:
         SourceError: two do, and not one value throughout.
@@ -36,7 +37,7 @@ def require_own(partitions: Iterable[tuple[Path, Sequence[Fragment]]]) -> None:
         if sums and all(crc for _, crc in sums) and other is not path and not all(map(_is_constant, flats)):
             raise SourceError(
                 f"{path} and {other} hold the same elements: one is a copy of the other",
-                "copy the files of all ranks again, each under its own name",
+                "copy the files again, each under its own name",
             )
 
 

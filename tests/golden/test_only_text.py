@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from formats.huggingface.language_model import TIED_WHOLES, WHOLES
 from tests.fuzz.architectures import smaller
 from tests.models import files, settings_of
 
@@ -187,6 +188,38 @@ def test_a_head_of_which_the_config_says_two_things(convert, tmp_path):
     ran = convert("hf2hf", source, tmp_path / "text", "--only", "text", "--set", "tied=true")
     assert ran.code == 0, ran.err
     assert json.loads((tmp_path / "text/config.json").read_text())["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v_moe", "llama4"])
+@pytest.mark.parametrize("said", [None, False])
+def test_a_lost_head_of_a_class_that_does_not_tie(convert, tmp_path, kind, said):
+    """The config does not say it of the whole."""
+    from safetensors.torch import load_file, save_file
+
+    source = save(build(kind, tied=False), tmp_path / "whole")
+    tensors = load_file(source / "model.safetensors")
+    del tensors[next(name for name in tensors if name.endswith("lm_head.weight"))]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    for place in (config, config["text_config"]):
+        place.pop("tie_word_embeddings", None)
+    config["text_config"] |= {} if said is None else {"tie_word_embeddings": said}
+    (source / "config.json").write_text(json.dumps(config))
+    words = ["hf2hf", source, tmp_path / "out", "--only", "text"]
+    ran = convert(*words)
+    assert (ran.code, f"a {kind} is not tied by default" in ran.err) == (5, True), ran.err
+    ran = convert(*words, "--set", "tied=true")
+    assert ran.code == 0, ran.err
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("kind", WHOLES)
+def test_what_a_class_ties_by_default(kind):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no such class")
+    assert (getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", False) is True) == (kind in TIED_WHOLES)
 
 
 def adapter_of(source: Path, out: Path, **settings: Any) -> Any:

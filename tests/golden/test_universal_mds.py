@@ -156,6 +156,13 @@ def shaped(path: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return changed(path, lambda value: value.update(param=change(value["param"]).clone()))
 
 
+def more(tag: Path) -> None:
+    """A parameter of a layer that the model has not, with elements of its own."""
+    shutil.copytree(tag / NORM, tag / "zero/9.input_layernorm.weight")
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        shaped(f"zero/9.input_layernorm.weight/{state}.pt", lambda tensor: tensor + 1)(tag)
+
+
 def stepped(tag: Path) -> None:
     import torch
 
@@ -171,7 +178,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     "a parameter is missing": (lambda tag: shutil.rmtree(tag / NORM), 3, ("missing: 2.input_layernorm.weight [24]",)),
     "no masters": (lambda tag: (tag / NORM / "fp32.pt").unlink(), 3, (f"{NORM}/fp32.pt",)),
     "a layer too many": (
-        lambda tag: shutil.copytree(tag / NORM, tag / "zero/9.input_layernorm.weight"), 3,
+        more, 3,
         ("has no place in this model: 9.input_layernorm.weight",),
     ),
     "another shape": (
@@ -212,6 +219,10 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     "a tree of an unknown kind": (info(affine_map={"version": 1}), 4, ("has 'affine_map'",)),
     "an expression that never ends": (
         info(tp_replicated_parameter_patterns=[r"(\d+)+.weight"]), 4, (r"the pattern '(\\d+)+.weight'",),
+    ),
+    "masters of another layer": (
+        lambda tag: shutil.copy(tag / UP / "fp32.pt", tag / UP.replace("2.", "3.") / "fp32.pt"), 3,
+        ("hold the same elements: one is a copy of the other",),
     ),
     "rounded masters": (shaped(f"{UP}/fp32.pt", lambda tensor: tensor.bfloat16()), 3, ("BF16, a master is F32",)),
     "a file of another state": (

@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 import vitruvian
 import vitruvian.torch
 from converters.move.scratch import Scratch
+from formats.registry import open_checkpoint
 from tests.forked import in_a_fork
 from tests.golden.cases import TOPOLOGIES
 from tests.optimizers import add_optimizer
@@ -370,6 +371,26 @@ def test_damage_is_found_when_it_is_read(model, tmp_path):
     with pytest.raises(vitruvian.DamagedError, match="mp_rank_01"):
         for _ in vitruvian.open(run).tensors():
             pass
+
+
+@pytest.mark.parametrize("read", [lambda view: view["lm_head.weight"].words(), lambda view: [*view.read()]])
+def test_damage_is_found_each_time_that_it_is_read(model, tmp_path, read):
+    """One flipped bit in a file of torch.save, which no manifest describes."""
+    folder = shutil.copytree(model("llama", "bfloat16"), tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    (folder / "vitruvian.json").unlink(missing_ok=True)
+    path = folder / "pytorch_model.bin"
+    place = next(
+        fragment.fragment for fragment in open_checkpoint(folder).fragments() if fragment.key == "lm_head.weight"
+    )
+    content = bytearray(path.read_bytes())
+    content[place.offset + place.nbytes // 2] ^= 0x40
+    path.write_bytes(content)
+    view = vitruvian.open(folder)["huggingface"]
+    for _ in range(3):
+        with pytest.raises(vitruvian.DamagedError, match=r"pytorch_model\.bin is damaged"):
+            read(view)
 
 
 def test_a_fork_has_none_of_the_threads_that_read(model):

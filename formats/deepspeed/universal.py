@@ -229,7 +229,7 @@ def copies(tag: Path, trained: Collection[str], module: Collection[str]) -> set[
     return {name for name in others if not _is_trained(tag / "zero" / name)}
 
 
-def _is_trained(folder: Path) -> bool:  # whether there is more than its fp32.pt
+def _is_trained(folder: Path) -> bool:
     return {path.name for path in folder.iterdir()} != {"fp32.pt"}
 
 
@@ -254,7 +254,7 @@ def parameters(
     Raises:
         SourceError: a file is missing, holds no tensor or one of another shape or element type, or is another's copy.
     """
-    trained = list[tuple[Path, list[Fragment]]]()
+    matrices = list[tuple[Path, list[Fragment]]]()
     for name in names(tag):
         if name in skip:
             continue
@@ -274,10 +274,11 @@ def parameters(
             raise SourceError(f"{file.path} holds {fragment.dtype}, a master is F32")
         if fragment.dtype not in FLOATS:
             raise SourceError(f"{file.path} holds {state} of {short(name)} as {fragment.dtype}, which is no float")
-        trained += [(file.path, [fragment])] * _is_trained(folder)
+        if len(shape) > 1 and _is_trained(folder):  # two biases that are added to each other are alike
+            matrices.append((file.path, [fragment]))
         part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
         yield name, from_pieces(name, shape, fragment.dtype, [Piece(part, fragment)]), keys
-    duplicate_files.require_own(trained)
+    duplicate_files.require_own(matrices)
 
 
 def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:

@@ -1,6 +1,6 @@
 """A file of torch that was saved again under the name of another rank or parameter: both hold the same elements.
 
-Of a universal checkpoint the files are those of one optimizer state of the trained parameters. Of ZeRO the parts are
+Of a universal checkpoint the files are those of one optimizer state of the trained matrices. Of ZeRO the parts are
 those of the optimizer states, or in stage 3 of the frozen parameters in the model files; of nanotron the states of the
 parameters that are cut over the ranks.
 

@@ -156,13 +156,6 @@ def shaped(path: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return changed(path, lambda value: value.update(param=change(value["param"]).clone()))
 
 
-def more(tag: Path) -> None:
-    """A parameter of a layer that the model has not, with elements of its own."""
-    shutil.copytree(tag / NORM, tag / "zero/9.input_layernorm.weight")
-    for state in ("fp32", "exp_avg", "exp_avg_sq"):
-        shaped(f"zero/9.input_layernorm.weight/{state}.pt", lambda tensor: tensor + 1)(tag)
-
-
 def stepped(tag: Path) -> None:
     import torch
 
@@ -178,7 +171,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     "a parameter is missing": (lambda tag: shutil.rmtree(tag / NORM), 3, ("missing: 2.input_layernorm.weight [24]",)),
     "no masters": (lambda tag: (tag / NORM / "fp32.pt").unlink(), 3, (f"{NORM}/fp32.pt",)),
     "a layer too many": (
-        more, 3,
+        lambda tag: shutil.copytree(tag / NORM, tag / "zero/9.input_layernorm.weight"), 3,
         ("has no place in this model: 9.input_layernorm.weight",),
     ),
     "another shape": (

@@ -254,7 +254,7 @@ def parameters(
     Raises:
         SourceError: a file is missing, holds no tensor or one of another shape or element type, or is another's copy.
     """
-    matrices = list[tuple[Path, list[Fragment]]]()
+    matrices = list[tuple[Path, list[Fragment]]]()  # not biases: two that are added to each other are alike
     for name in names(tag):
         if name in skip:
             continue
@@ -274,8 +274,7 @@ def parameters(
             raise SourceError(f"{file.path} holds {fragment.dtype}, a master is F32")
         if fragment.dtype not in FLOATS:
             raise SourceError(f"{file.path} holds {state} of {short(name)} as {fragment.dtype}, which is no float")
-        if len(shape) > 1 and _is_trained(folder):  # two biases that are added to each other are alike
-            matrices.append((file.path, [fragment]))
+        matrices += [(file.path, [fragment])] * (len(shape) > 1 and _is_trained(folder))
         part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
         yield name, from_pieces(name, shape, fragment.dtype, [Piece(part, fragment)]), keys
     duplicate_files.require_own(matrices)

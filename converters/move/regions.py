@@ -24,7 +24,12 @@ class Region(NamedTuple):
 
 
 def tiles(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box into (start, shape) pieces of at most `limit` elements, contiguous and in canonical order."""
+    """Cut a box into (start, shape) pieces of at most `limit` elements, contiguous and in canonical order.
+
+    A box without elements has none.
+    """
+    if 0 in shape:
+        return
     inner, axis = 1, len(shape)
     while axis > 0 and inner * shape[axis - 1] <= limit:
         axis -= 1

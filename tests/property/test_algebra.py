@@ -130,7 +130,7 @@ def test_boxes_that_overlap_are_found(boxes):
         assert sum(map(len, (points[box] for box in boxes))) == len(set().union(*points.values()))
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 40))
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 40))
 def test_tiles_partition_a_boxin_order(box, limit):
     cells = []
     for start, extent in tiles(tuple(box), limit):

@@ -113,6 +113,7 @@ def test_a_tensor_without_elements_is_one(model, convert, tmp_path):
 
     source = Path(shutil.copytree(model("llama"), tmp_path / "source"))
     tensors = load_file(source / "model.safetensors") | {"empty": torch.empty(0, 4), "scalar": torch.tensor(1.5)}
+    tensors["empty.last"] = torch.empty(2, 0, 3, dtype=torch.int8)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     assert (
         convert("hf2fsdp", source, tmp_path / "dcp", "--ranks", 2, "--verbatim", "--allow-missing", "[se]*").code == 0

@@ -8,11 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from formats.errors import RefusedError, UnsupportedError, UsageError
-from tests.models import SMALL, settings_of
+from tests.models import MODELS, SMALL, settings_of
 from train.data.rows import IGNORED, Flat, open_rows
 from train.data.tokens.documents import open_documents
 from train.model.attention import forward_kwargs
 from train.model.neftune import noise_for
+from train.model.optimizer import groups
 from train.model.selfcheck import require_masks, self_check
 from train.model.trainee import Trainee, summed_loss
 from train.settings.config import Data
@@ -235,3 +236,16 @@ def test_a_decoder_that_is_none_is_refused():
     config = AutoConfig.for_model("modernbert-decoder", **SMALL, pad_token_id=0)
     with pytest.raises(UnsupportedError, match="does not separate its decoder from its head"):
         self_check(config, CPU, "sdpa", torch.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_has_weight_decay_has_it_in_transformers_trainer_too(name):
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+
+    settings = settings_of(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    names = {id(tensor): key for key, tensor in model.named_parameters()}
+    decayed = {names[id(tensor)] for tensor in groups(model, 0.1)[0]["params"]}
+    assert decayed
+    assert decayed <= set(Trainer.get_decay_parameter_names(None, model))

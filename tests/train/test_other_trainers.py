@@ -108,6 +108,7 @@ CASES = {
         "lora.rank": 16, "lora.dropout": 0.05, "lora.targets": ["all-linear"], "lora.quantize": "nf4",
         "steps.epochs": 1, "schedule.warmup": 0.1, "optim.betas": [0.9, 0.95],
         "log.trackers": ["tensorboard", "mlflow"], "optim.lr": 2e-5, "schedule.style": "linear",
+        "data.overlong": "truncate",
         "batch.micro": 8, "batch.accumulation": 1, "save.every": 500, "seed": 42, "model.dtype": "bf16",
     }, ["dataset_name", "eval_steps"]),
     "llama-factory": (FACTORY, {
@@ -115,6 +116,7 @@ CASES = {
         "data.seq_length": 2048, "data.loss": "last_turn", "batch.micro": 1, "batch.accumulation": 8,
         "optim.lr": 1e-4, "steps.epochs": 3.0, "schedule.style": "cosine", "schedule.warmup": 0.1,
         "model.dtype": "bf16", "lora.alpha": 16, "optim.betas": [0.9, 0.999], "save.every": 500, "seed": 42,
+        "data.overlong": "truncate",
     }, ["dataset", "packing"]),
     "torchtune": (TUNE, {
         "data.seq_length": 8192, "model.path": "/m/", "lora.rank": 8, "lora.alpha": 16, "lora.dropout": 0.0,
@@ -122,6 +124,7 @@ CASES = {
         "schedule.style": "cosine", "schedule.warmup": 100, "batch.accumulation": 8, "model.compile": False,
         "model.activation_checkpointing": True, "model.dtype": "bf16", "log.trackers": ["wandb"],
         "optim.weight_decay": 0.01, "optim.betas": [0.9, 0.999], "data.loss": "all", "optim.clip": 0,
+        "data.overlong": "truncate",
     }, ["dataset._component_"]),
 }  # fmt: skip
 
@@ -397,3 +400,36 @@ def test_no_limit_of_the_length_is_not_the_default(tmp_path):
     assert "not translated: max_length: None: null is no limit there" in lines
     assert _of(tmp_path, "trl", "max_length: 64\n")[0]["data.seq_length"] == 64
     assert _of(tmp_path, "trl", "seed: 1\n")[0]["data.seq_length"] == 1024
+
+
+PRETRAINING = """
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 40}
+dataset: {_component_: torchtune.datasets.text_completion_dataset, packed: true}
+"""
+"""A pre-training of torchtune."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("axolotl", "sequence_len: 40", {}),
+        ("axolotl", "excess_length_strategy: raise", {"data.overlong": "error"}),
+        ("trl", "max_length: 40", {"data.overlong": "truncate"}),
+        ("trl", "packing: true", {"data.overlong": "truncate"}),
+        ("trl", "packing: true\npacking_strategy: wrapped", {"data.packing": "packed"}),
+        ("trl", "max_length: null", {}),
+        ("llama-factory", "stage: sft", {"data.overlong": "truncate"}),
+        ("llama-factory", "stage: pt", {"data.packing": "packed"}),
+        ("llama-factory", "stage: pt\npacking: false", {"data.overlong": "truncate"}),
+        ("torchtune", PRETRAINING, {"data.packing": "packed"}),
+        ("torchtune", PRETRAINING.replace("true", "true, split_across_pack: false"), {"data.overlong": "truncate"}),
+        ("torchtune", PRETRAINING.replace("40", "null").replace("true", "false"), {}),
+    ],
+)
+def test_longer_documents_are_cut_where_the_trainer_cuts_them(tmp_path, name, text, expected):
+    (tmp_path / "c.yml").write_text(text)
+    settings, lines = translate(TRAINERS[name], tmp_path / "c.yml")
+    keys = ("data.overlong", "data.packing")
+    assert {key: value for key, value in settings.items() if key in keys} == expected
+    assert all(any(key in line for line in lines) for key in expected)
+    assert settings.get("data.seq_length") is not None or any("null" in line for line in lines)

@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices only: not on vectors (norms and biases)."""
+"""AdamW with weight decay on matrices only: not on vectors (norms and biases), and not on biases of several experts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from train.settings.config import Optim
 
 
 def groups(trainee: nn.Module, decay: float) -> list[dict[str, object]]:
-    """Parameter groups: matrices with weight decay, everything else without. Empty groups are left out."""
-    trainable = [tensor for tensor in trainee.parameters() if tensor.requires_grad]
+    """Parameter groups: matrices with weight decay, everything else without. Empty groups are left out.
+
+    GPT-OSS has the biases of its experts as tensors of two dimensions: `gate_up_proj_bias` and `down_proj_bias`.
+    """
+    trainable = {name: tensor for name, tensor in trainee.named_parameters() if tensor.requires_grad}
+    decayed = {name for name, tensor in trainable.items() if len(shape_of(tensor)) > 1 and not name.endswith("bias")}
     parts: list[dict[str, object]] = [
-        {"params": [tensor for tensor in trainable if len(shape_of(tensor)) > 1], "weight_decay": decay},
-        {"params": [tensor for tensor in trainable if len(shape_of(tensor)) <= 1], "weight_decay": 0.0},
+        {"params": [tensor for name, tensor in trainable.items() if name in decayed], "weight_decay": decay},
+        {"params": [tensor for name, tensor in trainable.items() if name not in decayed], "weight_decay": 0.0},
     ]
     return [part for part in parts if part["params"]]
 

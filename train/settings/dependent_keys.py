@@ -96,6 +96,30 @@ def loss_of_builder(given: Given) -> dict[str, Any]:
     return {"data.loss": losses[0]} if losses else {}
 
 
+def longer_documents(given: Given) -> dict[str, Any]:
+    """What TRL, LLaMA-Factory or torchtune does with documents longer than a row: where it has a limit, they are cut.
+
+    Cut over several rows: by TRL's strategy `wrapped` and in stage pt of LLaMA-Factory, where they pack, and by
+    torchtune's split_across_pack, the default of text_completion_dataset.
+    """
+    split = given.get("dataset.split_across_pack", _builder(given) == "text_completion_dataset")
+    if given.get("packing") is True and given.get("packing_strategy") == "wrapped":
+        return {"data.packing": "packed"}
+    if given.get("stage") == "pt" and given.get("packing", True) is True:
+        return {"data.packing": "packed"}
+    if given.get("dataset.packed") is True and split is True:
+        return {"data.packing": "packed"}
+    unlimited = given.get("max_length", "a number") is None or no_limit(given)
+    return {} if unlimited else {"data.overlong": "truncate"}
+
+
+def no_limit(given: Given) -> Found:
+    """The length of torchtune's rows where its tokenizer has no limit, as by default."""
+    if "tokenizer._component_" not in given or given.get("tokenizer.max_seq_len") is not None:
+        return None
+    return [], "not translated: tokenizer.max_seq_len: null: no limit there; here a row has data.seq_length tokens"
+
+
 def builders(given: Given) -> Found:
     """The builders of torchtune's datasets for preferences, and those whose default is not known."""
     if _builder(given) in PREFERRED:

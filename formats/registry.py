@@ -88,7 +88,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
     """
     from formats.checkpoint import Settings
     from formats.detect import signs
-    from formats.detect.rivals import require_one
+    from formats.detect.rivals import two_models
     from formats.disk.handle import dangling
     from formats.disk.stamps import noted
     from formats.torch_files.saves import require_one_save
@@ -103,8 +103,9 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         tag = settings.tag if settings else None
         place = path / tag if tag and len(tag) < 256 and Path(tag).name == tag and (path / tag).is_dir() else path
         signs.check(place)
-        if place == path and not first:
-            require_one(path, is_known)
+        rivals = two_models(path, is_known) if place == path else None
+        if rivals and not first:
+            raise RefusedError(*rivals)
         names = {folder: names_in(folder) for folder in dict.fromkeys((place, path))}
         for form in [*first, *FORMATS.values()]:
             if any(form.detect(folder, listing) for folder, listing in names.items()):
@@ -112,6 +113,9 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
                     checkpoint = form.reader.read(path, settings or Settings())
                 stamps = {file: stamps[file] for file in checkpoint.files if file in stamps}
                 checkpoint = replace(checkpoint, settings=settings or checkpoint.settings, stamps=stamps)
+                if rivals:
+                    notes = (*checkpoint.notes, f"{rivals[0]}: what is read is the one of {form.name}")
+                    checkpoint = replace(checkpoint, notes=notes)
                 _check_family(checkpoint)
                 _check_assets(checkpoint, path)
                 require_one_save(checkpoint.home)

@@ -202,7 +202,7 @@ replicas = click.option(
 )  # fmt: skip
 dtype = click.option(
     "--dtype", type=Dtype(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
-    help="Cast floating point weights.",
+    help="Cast floating point weights, except the biases of expert routing.",
 )  # fmt: skip
 shard_size = click.option(
     "--shard-size",

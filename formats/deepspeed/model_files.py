@@ -100,8 +100,8 @@ def _require_no_pipeline(tag: Path, first: TorchFile, ranks: int) -> None:
         stages = count(ranks // len({name.partition("-")[2] for name in layers}), "stage", "stages")
         raise UnsupportedError(
             f"{tag} holds a PipelineModule of {stages}, whose modules have numbers for names ({some(layers, 2)})",
-            "`convert neox2hf` and `convert mds2hf` know those of GPT-NeoX and Megatron-DeepSpeed; of another, save "
-            "the model under its names in transformers where it was trained",
+            "`convert neox2hf` knows those of GPT-NeoX, `convert to hf` Megatron-DeepSpeed's; of another, save the "
+            "model under its names in transformers where it was trained",
         )
 
 

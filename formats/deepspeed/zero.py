@@ -35,7 +35,7 @@ from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.optimizer import MOMENTUM, STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
-from formats.torch_files.wrappers import unwrapped
+from formats.torch_files.wrappers import unwrapped, unwrapped_keys
 
 NAME = ZERO.name
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -408,8 +408,7 @@ def _keys(tensors: Mapping[str, Scattered], tag: Path, adapter: str | None = Non
         SourceError: two names have the same key.
     """
     keys: dict[str, str] = {}
-    for name in tensors:
-        key = name if unnamed else unwrapped(name)
+    for name, key in ({name: name for name in tensors} if unnamed else unwrapped_keys(tensors)).items():
         if key in keys:
             raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
         keys[key] = name

@@ -31,18 +31,18 @@ LONGEST = 200
 """Maximum number of bytes of a file name, with room for a prefix."""
 
 
-def require_one(path: Path, known: Callable[[Path], bool]) -> None:
-    """Check that a folder, named without further options, has only one model.
+def two_models(path: Path, known: Callable[[Path], bool]) -> tuple[str, str] | None:
+    """What a folder has of two models, of Hugging Face and of a training or of two trainings, and how to read one.
 
     Args:
         path: the folder, or what the user named instead of one, which has no two.
         known: returns whether a folder is a checkpoint of a known format.
 
-    Raises:
-        RefusedError: the folder has two models: of Hugging Face and of a training, or of two trainings.
+    Returns:
+        The finding and the hint; None if it has one model.
     """
     if not path.is_dir():
-        return
+        return None
     run, own = tracked(path, known), shards(path)
     ours, other = weights(path), run or own
     if ours is None and run is not None:
@@ -50,15 +50,25 @@ def require_one(path: Path, known: Callable[[Path], bool]) -> None:
     else:
         ours, kind = None if (path / ONE_MODEL).is_file() else ours, " of Hugging Face"
     if ours is None or other is None:
-        return
+        return None
     latest = other.is_dir()
-    raise RefusedError(
+    return (
         f"{path} holds two models: {ours.relative_to(path)}{kind}, and {other.relative_to(path)}"
         + (", which its run names as the latest" if latest else ""),
         f"name {other}; or, for the model{kind or ' beside it'}, move the other one out of {path}"
         if latest
         else f"move {other.relative_to(path)} and what belongs to it out of {path}, or {ours.name}",
     )
+
+
+def require_one(path: Path, known: Callable[[Path], bool]) -> None:
+    """Check that a folder, named without further options, has only one model; see `two_models`.
+
+    Raises:
+        RefusedError: the folder has two models.
+    """
+    if found := two_models(path, known):
+        raise RefusedError(*found)
 
 
 def weights(path: Path) -> Path | None:

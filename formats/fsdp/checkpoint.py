@@ -39,7 +39,7 @@ from formats.torch_files import dcp, dcp_writer, rank_dumps
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import Small
-from formats.torch_files.wrappers import unwrapped
+from formats.torch_files.wrappers import unwrapped_keys
 
 NAME = FSDP.name
 INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy", "model_and_optim")
@@ -50,6 +50,10 @@ COPY = re.compile(
     r"(?:.+_)?(?:ema|swa|averaged?|teacher|target|ref(?:erence)?)(?:_(?:model|module|net|network|weights|policy))?"
 )
 """Matches the names of models that are beside the one that a training changes: averages of it, teachers, references."""
+
+FURTHER = re.compile(r"pytorch_model(?:_fsdp)?_\d+(?:_rank_?\d+)?(?:\.bin)?")
+"""Matches the weights of the second and further models of a training by accelerate (1.15.0 checkpointing.py,
+utils/fsdp_utils.py)."""
 
 OPTIMIZER = "optim"
 """The name of the optimizer in the saved dictionary that is written, and the prefix of its names in others."""
@@ -135,7 +139,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     ranks = {"ranks": len(files_of(pieces))}
     unrecorded = () if own else native.notes(spec, trainer)
     notes = (*notes, *unrecorded, *_notes_on_a_copy(path, listing, settings))
-    notes += tuple(_notes_on_others(folder, listing))
+    notes += tuple(_notes_on_others(path, folder, listing))
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     checkpoint = Checkpoint(
         path, folder, NAME, spec, pieces, (*dropped, *without_weights), listing.files, ranks, assets, config=config,
@@ -211,13 +215,17 @@ def _keys(path: Path, listing: Listing, settings: Settings) -> dict[str, int]:
     container = _container(listing.paths, settings.container, path)
     keys: dict[str, int] = {}
     depth = len(container)
-    for number, names in enumerate(listing.paths):
-        if names[:depth] == container and (depth or len(names) == 1):
-            last = ".".join(names[depth:])
-            key = unwrapped(last)
-            if key in keys:
-                raise SourceError(f"{path} holds {key} twice: {last} and {'.'.join(listing.paths[keys[key]])}")
-            keys[key] = number
+    joined = {
+        number: ".".join(names[depth:])
+        for number, names in enumerate(listing.paths)
+        if names[:depth] == container and (depth or len(names) == 1)
+    }
+    known = unwrapped_keys([*joined.values()])
+    for number, name in joined.items():
+        key = known[name]
+        if key in keys:
+            raise SourceError(f"{path} holds {key} twice: {name} and {'.'.join(listing.paths[keys[key]])}")
+        keys[key] = number
     return adapters.select(keys, settings.adapter, path)
 
 
@@ -263,12 +271,13 @@ def _notes_on_a_copy(path: Path, listing: Listing, settings: Settings) -> Iterat
             return
 
 
-def _notes_on_others(folder: Path, listing: Listing) -> Iterator[str]:
-    """Note that files with weights of another checkpoint are in the folder."""
-    files = (path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name == FULL)
-    if others := sorted(path.name for path in files if path not in listing.files):
+def _notes_on_others(path: Path, folder: Path, listing: Listing) -> Iterator[str]:
+    """Note that weights of another checkpoint, or of a training's further models, are beside those in `folder`."""
+    files = [file for file in folder.iterdir() if file.suffix == ".safetensors" or file.name == FULL]
+    files += [file for file in path.iterdir() if FURTHER.fullmatch(file.name)]
+    if others := sorted(str(file.relative_to(path)) for file in files if file not in (folder, *listing.files)):
         verb = "is" if len(others) == 1 else "are"
-        yield f"{some(others, 3)} in {folder} {verb} not read: weights of another checkpoint"
+        yield f"{some(others, 3)} in {path} {verb} not read: weights of another checkpoint"
 
 
 def _names(containers: Iterable[tuple[str, ...]]) -> str:

@@ -147,6 +147,29 @@ def test_weights_of_another_checkpoint_beside_those_of_dcp_are_told(model, conve
     assert (ran.code, f"{name} in {tmp_path / 'run'} is not read" in ran.err) == (0, True), ran.err
 
 
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_1/.metadata", "pytorch_model_fsdp_1.bin", "pytorch_model_1.bin"])
+def test_the_second_model_of_a_training_by_accelerate_is_told(model, convert, tmp_path, name):
+    run = tmp_path / "checkpoint-3"
+    assert convert("hf2fsdp", model(), run / "pytorch_model_fsdp_0").code == 0
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_bytes(b"another model")
+    ran = convert("fsdp2hf", run, tmp_path / "out", "--config", model())
+    told = f"{name.partition('/')[0]} in {run} is not read: weights of another checkpoint"
+    assert (ran.code, told in ran.err) == (0, True), ran.err
+
+
+@pytest.mark.parametrize("command", ["fsdp2hf", "hf2hf"])
+def test_a_command_that_names_the_format_tells_of_the_other_model(model, convert, tmp_path, command):
+    run = Path(shutil.copytree(model(), tmp_path / "checkpoint-3"))
+    assert convert("hf2fsdp", model(), run / "pytorch_model_fsdp_0").code == 0
+    beside = f"{run} holds two models: model.safetensors of Hugging Face, and pytorch_model_fsdp_0/.metadata"
+    refused(convert("to", "hf", run, tmp_path / "out"), 5, beside)
+    ran = convert(command, run, tmp_path / "out")
+    assert (ran.code, f"note: {beside}: what is read" in ran.err) == (0, True), ran.err
+    (run / "trainer_state.json").write_text("{}")  # one model, as transformers saves it
+    assert "two models" not in convert(command, run, tmp_path / "one").err
+
+
 @pytest.mark.parametrize(
     "names",
     [

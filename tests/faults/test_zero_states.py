@@ -111,7 +111,7 @@ def test_the_stages_of_a_pipeline_are_named_so(convert, tmp_path, ranks, tensor_
             torch.save({"weight": torch.zeros(8, 4)}, tag / f"layer_{module:02d}-{part}model_states.pt")
     ran = convert(argv[0], run, tmp_path / "out", *argv[1:])
     files = f"layer_00-{tensor_parallel[0]}model_states.pt, layer_0"
-    refused(ran, 4, f"holds a PipelineModule of {stages}, whose modules have numbers for names ({files}", "mds2hf")
+    refused(ran, 4, f"holds a PipelineModule of {stages}, whose modules have numbers for names ({files}", "to hf")
 
 
 @pytest.mark.parametrize("kind", ["fp32-master", "exp_avg"])

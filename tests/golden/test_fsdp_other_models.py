@@ -316,3 +316,22 @@ def test_what_is_no_buffer_has_moments(mbart, convert, tmp_path, kind):
     folder = save(tmp_path / "run", {"model": weights, "optim": trained})
     ran = convert("hf2fsdp", folder, tmp_path / "c", "--config", tmp_path / "hf", "--with-optimizer", *options)
     refused(ran, 3, *says)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_module_is_the_prefix_of_a_wrapper_only_where_all_names_have_it(convert, tmp_path, whole):
+    import torch
+    from safetensors.torch import load_file
+
+    shapes = {"embed_tokens.weight": (20, 8), "module.weight": (8, 8), "norm.weight": (8,), "lm_head.weight": (20, 8)}
+    state = {name: torch.rand(shape) for name, shape in shapes.items()}
+    save(tmp_path / "dcp", {"model": {f"module.{name}" if whole else name: state[name] for name in state}})
+    config = {"model_type": "mine", "hidden_size": 8, "vocab_size": 20, "num_hidden_layers": 1}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    ran = convert("fsdp2hf", tmp_path / "dcp", tmp_path / "out", "--config", tmp_path / "config", "--verbatim")
+    assert ran.code == 0, ran.err
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in written.items()} == {
+        name: tensor.tolist() for name, tensor in state.items()
+    }

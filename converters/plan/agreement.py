@@ -25,6 +25,7 @@ from converters.common.manifest import check_manifest, read_manifest
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import find_family
+from formats.huggingface import mtp
 from formats.huggingface.config import config_differences, from_huggingface, unknown_keys
 from formats.huggingface.folder import has_weights, read_files
 from formats.huggingface.layers import FULL
@@ -66,12 +67,14 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
 
     Returns:
         Notes for the summary on what the tensors were compared with, and on names of --allow-missing that no difference
-        has; none for a model with a table.
+        has; of a model with a table, on layers that only its config has.
 
     Raises:
         SourceError: a tensor is missing, has another shape, or is no tensor of the model.
         UnsupportedError: nothing tells which tensors the model has.
     """
+    if layers := mtp.note(spec, json.loads(config), source.dropped):
+        return [layers]
     if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
         return []
     check_manifest(source)  # where there is a manifest, its error message is the better one

@@ -17,7 +17,7 @@ from converters.plan.request import Request
 from formats.checkpoint import ASSETS, Checkpoint, Target
 from formats.errors import RefusedError, UnsupportedError, UsageError
 from formats.fsdp import FSDP
-from formats.huggingface import HUGGINGFACE
+from formats.huggingface import HUGGINGFACE, mtp
 from formats.huggingface import folder as huggingface
 from formats.huggingface.config import dropouts
 from formats.huggingface.require import require_class
@@ -185,7 +185,8 @@ def plan_megatron(
         places = [require_inside(folder / name, folder) for folder in folders]
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
-    notes = (*flags.remarks(target.texts.get(FLAGS, b"").decode()), *remarks)
+    further = mtp.note(spec, source.config or {}, source.dropped)
+    notes = (*flags.remarks(target.texts.get(FLAGS, b"").decode()), *remarks, *filter(None, [further]))
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 

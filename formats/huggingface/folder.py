@@ -251,7 +251,9 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
         spec = read_spec(config, folder, settings)
         mtp.require_uncounted(spec, every, file)
         require_biases(config, shapes, file)
-        return replace(spec, mtp_layers=mtp.count(spec, shapes))
+        spec = replace(spec, mtp_layers=mtp.count(spec, shapes))
+        mtp.require_all(spec, config, file)
+        return spec
     except UnsupportedError as error:
         if settings.only and config.get("quantization_config"):
             raise UnsupportedError(

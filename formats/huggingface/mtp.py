@@ -63,6 +63,47 @@ def require_uncounted(spec: ModelSpec, keys: Iterable[str], file: str) -> None:
         )
 
 
+def require_all(spec: ModelSpec, config: dict[str, Any], file: str) -> None:
+    """Refuse a model some of whose MTP layers are missing. One without any is as transformers saves it: see `note`.
+
+    Raises:
+        SourceError: the files have fewer MTP layers than the config says, and not none.
+    """
+    key, number = _said(config)
+    if 0 < spec.mtp_layers < number:
+        raise SourceError(
+            f"{file} says {key} = {number}, and the files have {spec.mtp_layers} of these layers",
+            "is a file missing? --drop mtp leaves such layers out; or correct the number",
+        )
+
+
+def note(spec: Spec, config: dict[str, Any], dropped: Iterable[str]) -> str:
+    """A note on a config that speaks of MTP layers of which there are none; empty for any other.
+
+    Args:
+        spec: the model.
+        config: the config.
+        dropped: keys of the source that are left out, of which those of MTP layers have a note of their own.
+    """
+    key, number = _said(config)
+    if not isinstance(spec, ModelSpec) or spec.mtp_layers or not number or keys_of(dropped):
+        return ""
+    if not any(JOIN in rule.pattern.tensors for rule in family_named(spec.family).tensors):
+        return ""
+    return (
+        f"config.json says {key} = {number}, and there is no layer that predicts further tokens (MTP), as in what "
+        "transformers saves: if the files had any, they are lost"
+    )
+
+
+def _said(config: dict[str, Any]) -> tuple[str, int]:
+    """The key of a config that says how many MTP layers there are, and the number."""
+    of = language(config)
+    return max(
+        ((key, of[key]) for key in FURTHER if type(of.get(key)) is int), key=lambda said: said[1], default=("", 0)
+    )
+
+
 def _joins(spec: ModelSpec, keys: Iterable[str]) -> Iterator[re.Match[str]]:
     """The keys of the joining matrices, of which each MTP layer has one; a group holds the number of the layer."""
     joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
@@ -81,7 +122,7 @@ def with_layer_count(config: dict[str, Any], spec: Spec, dropped: Iterable[str])
     inner = language(config)
     if isinstance(spec, ModelSpec) and spec.mtp_layers:
         joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
-        if any("{layer}" in key for key in joins) and not inner.get(FURTHER[0]):  # MTP layers have numbers
+        if any("{layer}" in key for key in joins):  # MTP layers have numbers
             inner[FURTHER[0]] = spec.mtp_layers
     elif keys_of(dropped):
         inner |= {key: 0 for key in FURTHER if inner.get(key)}

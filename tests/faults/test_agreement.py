@@ -770,3 +770,40 @@ def test_what_transformers_does_not_know(plain, convert, tmp_path, changes, why)
     again = convert("hf2fsdp", tmp_path / "out", tmp_path / "dcp")
     assert again.code == 0, again.err
     assert "checked against: manifest" in again.err
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_a_lost_layer_of_those_that_predict_further_tokens_is_told(model, convert, tmp_path, name):
+    """`num_nextn_predict_layers` says how many there are; what transformers saves has none, whatever it says."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.golden.test_mtp import with_second
+
+    source, file = with_second(model(name), tmp_path / "source"), tmp_path / "source/config.json"
+    config, tensors = json.loads(file.read_text()), load_file(source / "model.safetensors")
+    first = f"model.layers.{config['num_hidden_layers']}."
+    file.write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    refused(convert("hf2hf", source, tmp_path / "none"), 3, "num_nextn_predict_layers = 2", "1 of these layers")
+    refused(convert("hf2megatron", source, tmp_path / "none"), 3, "num_nextn_predict_layers = 2", "--drop mtp")
+    dropped = convert("hf2hf", source, tmp_path / "dropped", "--drop", "mtp")
+    assert (dropped.code, "(MTP)" in dropped.err) == (0, False), dropped.err
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith(first)}
+    save_file(kept, source / "model.safetensors", {"format": "pt"})
+    for command in ("hf2hf", "hf2fsdp", "hf2megatron"):
+        ran = convert(command, source, tmp_path / command)
+        assert (ran.code, "num_nextn_predict_layers = 2, and there is no layer that" in ran.err) == (0, True), ran.err
+
+
+def test_the_config_counts_the_layers_that_predict_further_tokens(model, convert, tmp_path):
+    from tests.golden.test_mtp import with_second
+
+    source = with_second(model("glm4_moe"), tmp_path / "source")
+    assert convert("hf2megatron", source, tmp_path / "run").code == 0
+    shutil.rmtree(next((tmp_path / "run").rglob("huggingface")))
+    next((tmp_path / "run").rglob("vitruvian.json")).unlink()
+    base = tmp_path / "base"
+    shutil.copytree(model("glm4_moe"), base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    assert convert("megatron2hf", tmp_path / "run", tmp_path / "out", "--config", base).code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 1

@@ -630,3 +630,13 @@ def test_without_master_weights(convert, tmp_path):
     inspected = convert("inspect", tmp_path / "fsdp").out
     assert re.search(r"optimizer +exp_avg, exp_avg_sq, step 3", inspected)
     refused(convert("hf2megatron", HERE / "half", tmp_path / "no", *words), 4, "without FP32 master weights")
+
+
+def test_an_optimizer_whose_save_no_metadata_tells_is_refused(convert, tmp_path):
+    run = Path(shutil.copytree(HERE / "moe_dp2_zero", tmp_path / "run"))
+    (run / "3/checkpoint_metadata.json").unlink()
+    for command in (["hf2fsdp", "--with-optimizer"], ["zero2universal"]):
+        ran = convert(command[0], run, tmp_path / "out", *command[1:])
+        refused(ran, 3, "has made 3 steps", "3/checkpoint_metadata.json is not there", "--accept last_train_step")
+    assert convert("nanotron2hf", run, tmp_path / "hf").code == 0
+    assert convert("zero2universal", run, tmp_path / "out", "--accept", "last_train_step").code == 0

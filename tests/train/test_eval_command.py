@@ -160,6 +160,14 @@ def test_every_checkpoint_without_results(copy, evaluate, data):
     assert lines[1] == first  # what the training itself found, to the last bit
 
 
+def test_other_scores_of_a_step_replace_those_of_the_training_with_a_note(copy, evaluate):
+    same = evaluate(copy, "--checkpoint", 140)
+    assert (same.code, "had another" in same.err) == (0, False), same.err
+    other = evaluate(copy, "--checkpoint", 140, "--evaluate.max_rows", 1)
+    told = f"note: {copy / 'evaluations.jsonl'} had another one_"
+    assert (other.code, told in other.err) == (0, True), other.err
+
+
 def test_all_of_a_run_is_each_by_itself(trained, copy, evaluate):
     (copy / "global_step100").symlink_to(trained.parent / "start")  # as train init lays it out
     alone = [printed(evaluate(copy, "--checkpoint", step, "--json", *NONE)) for step in (100, 120, 140)]

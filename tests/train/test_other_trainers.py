@@ -433,3 +433,22 @@ def test_longer_documents_are_cut_where_the_trainer_cuts_them(tmp_path, name, te
     assert {key: value for key, value in settings.items() if key in keys} == expected
     assert all(any(key in line for line in lines) for key in expected)
     assert settings.get("data.seq_length") is not None or any("null" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("trl", "max_steps: -1", {"steps.epochs": 3}),
+        ("llama-factory", "max_steps: -1", {"steps.epochs": 3}),
+        ("trl", "max_steps: 7", {"steps.train_iters": 7}),
+        ("llama-factory", "pure_bf16: false", {"model.dtype": "fp32"}),
+        ("trl", "fp16: false", {"model.dtype": "bf16"}),
+        ("trl", "save_strategy: steps", {"save.every": 500}),
+        ("trl", "save_total_limit: 0", {"save.keep": None}),
+        ("trl", "logging_steps: 0.1", {"log.every": None}),
+    ],
+)
+def test_a_key_with_a_neutral_value_leaves_the_default(tmp_path, name, text, expected):
+    (tmp_path / "c.yml").write_text(text)
+    settings, _ = translate(TRAINERS[name], tmp_path / "c.yml")
+    assert {key: settings.get(key) for key in expected} == expected

@@ -130,6 +130,41 @@ def test_a_training_stops_early_and_exports_the_best(watched, run, convert, tmp_
     assert others == pytest.approx(losses, abs=1e-4)
 
 
+@pytest.mark.timeout(300)
+def test_best_follows_the_evaluations_when_a_run_was_set_back(watched, run, tmp_path):
+    ran = run(watched(every=2), "--steps.train_iters", 4, "--save.every", 2)
+    assert ran.code == 0, ran.out
+    best = (ran.save / "best").read_text()
+    other = {"global_step102": "global_step104", "global_step104": "global_step102"}[best]
+    (ran.save / "best").write_text(other)  # as if the run had been set back, and trained with other settings
+    ran = run(watched(every=2), "--steps.train_iters", 4, "--save.every", 2, "--export", tmp_path / "out")
+    assert (ran.code, f"exported {best} to" in ran.out) == (0, True), ran.out
+    assert (ran.save / "best").read_text() == best
+
+
+@pytest.mark.timeout(300)
+def test_an_evaluation_that_a_kill_has_lost_is_told(watched, run, train, tmp_path):
+    """The job was killed in it, after its checkpoint was written."""
+    argv = ("--optim.lr", 1e-3, "--steps.train_iters", 4, "--save.every", 2)
+    ran = run(watched(every=2), *argv)
+    evaluations, whole = ran.save / "evaluations.jsonl", (ran.save / "evaluations.jsonl").read_text()
+    best = (ran.save / "best").read_text()
+    assert best == "global_step104", whole
+    evaluations.write_text(whole.splitlines(keepends=True)[0] + '{"step": 4, "glo')
+    (ran.save / "best").write_text("global_step102")
+    ran = run(watched(every=2), *argv, "--export", tmp_path / "out")
+    told = "the evaluation of global_step104 was due and is not in evaluations.jsonl"
+    command = f"train eval {ran.save} --checkpoint 104"
+    assert (ran.code, told in ran.out, command in ran.out) == (5, True, True), ran.out
+    assert not (tmp_path / "out").exists()
+    assert told in run(watched(every=2), *argv).out
+    evaluated = train("eval", ran.save, "--checkpoint", 104)
+    assert (evaluated.code, "had another" in evaluated.err) == (0, False), evaluated.err
+    assert [json.loads(line)["global_step"] for line in evaluations.read_text().splitlines()] == [102, 104]
+    ran = run(watched(every=2), *argv, "--export", tmp_path / "out")
+    assert (ran.code, f"exported {best} to" in ran.out) == (0, True), ran.out
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_answers_are_those_of_generate(data, talker, run, tmp_path):

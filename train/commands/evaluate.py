@@ -101,7 +101,8 @@ def _evaluate(
             if not ranks.first:
                 continue
             if place.progress is not None and folder == save / CSV:
-                write_scores(save, place.progress, scores)
+                if replaced := write_scores(save, place.progress, scores):
+                    note(replaced)
             elif place.step is not None and (out is not None or inside_of(save, place)):
                 write_csv(folder, place.step, scores)
             click.echo(facts_of(place, scores) if as_json else line_of(place.step, scores))

@@ -53,6 +53,7 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
     from train.run.checkpoint import best_of
     from train.run.export import export
     from train.run.loop import RESUME, train
+    from train.start.run_folder import is_ours
 
     parallel = settings.parallel
     with world(parallel.replicas, parallel.timeout_minutes, parallel.context, parallel.tensor) as ranks:
@@ -70,7 +71,11 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
     if settings.export is not None and not settings.export.exists():
         checkpoint, moved = settings.save.path / progress.name, settings.model.path
         if settings.evaluate.best is not None:
-            checkpoint = best_of(settings.save.path) or checkpoint
+            best = best_of(settings.save.path)
+            if best is not None and not is_ours(best):
+                click.echo(f"note: the best checkpoint, {best}, is not there: {checkpoint.name} is exported", err=True)
+            else:
+                checkpoint = best or checkpoint
         for note in export(checkpoint, settings.export, settings.chat_template, moved):
             click.echo(f"note: {note}", err=True)
         click.echo(f"exported {checkpoint.name} to {settings.export}")

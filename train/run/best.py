@@ -7,7 +7,6 @@ ends, is as in transformers 5.23.0 trainer_callback.py, `EarlyStoppingCallback`,
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from formats.errors import UsageError
 from train.run.checkpoint import Progress
 from train.run.evaluate import Score, record_of
 from train.settings.config import Config
-from train.start.run_folder import BEST, EVALUATIONS, PREFIX
+from train.start.run_folder import BEST, EVALUATIONS, PREFIX, lines_of
 
 LOSS = "_loss"
 """Suffix of the metrics where lower is better; in all others (ROUGE and BLEU) higher is better."""
@@ -86,14 +85,12 @@ def open_best(config: Config, progress: Progress) -> Best | None:
     """The best evaluation of a run up to its current checkpoint; None if `evaluate.best` is not set."""
     if config.evaluate.best is None:
         return None
-    path, last = config.save.path / EVALUATIONS, progress.offset + progress.step
-    lines = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
-    metric = metric_of(config)
+    last, metric = progress.offset + progress.step, metric_of(config)
     return Best(
         config,
         [
             (int(line["global_step"]), float(line[metric]))
-            for line in lines
+            for line in lines_of(config.save.path / EVALUATIONS)
             if progress.offset < line["global_step"] <= last and metric in line
         ],
     )
@@ -105,5 +102,11 @@ def score_of(best: Best, scores: Mapping[str, Score]) -> float:
 
 
 def write_best(save: Path, best: Best) -> None:
-    """Write the name of the best checkpoint into the file `best` of the run folder."""
-    write_file(save / BEST, f"{PREFIX}{best.step}".encode())
+    """Write the name of the best checkpoint into the file `best` of the run folder, which is deleted if there is none.
+
+    A job begins with it: since the last one, the run may have been set back, or evaluated.
+    """
+    if best.step is None:
+        (save / BEST).unlink(missing_ok=True)
+    else:
+        write_file(save / BEST, f"{PREFIX}{best.step}".encode())

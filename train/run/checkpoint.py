@@ -101,9 +101,9 @@ def newest(save: Path) -> Path | None:
 
 
 def best_of(save: Path) -> Path | None:
-    """The checkpoint that the file `best` names, None if there is none."""
+    """The checkpoint that the file `best` names, which may have been deleted; None if there is no such file."""
     name = (save / BEST).read_text().strip() if (save / BEST).is_file() else ""
-    return save / name if name and is_ours(save / name) else None
+    return save / name if name else None
 
 
 def ours(save: Path) -> list[Path]:

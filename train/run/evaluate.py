@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from train.model.trainee import Trainee, fitted
 from train.run.checkpoint import Progress
 from train.run.metrics import Judge
 from train.settings.config import Config
-from train.start.run_folder import EVALUATIONS
+from train.start.run_folder import EVALUATIONS, lines_of
 
 CSV = "perplexity"
 """Name of the folder in the run folder that has a CSV file for each evaluated step."""
@@ -176,15 +177,48 @@ def record_of(scores: Mapping[str, Score]) -> dict[str, float]:
     }
 
 
-def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) -> None:
-    """Write the evaluation of a checkpoint into its run folder, as the training itself does."""
-    step = progress.offset + progress.step
-    path = save / EVALUATIONS
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    other_steps = [line for line in lines if json.loads(line)["global_step"] != step]
-    line = json.dumps({"step": progress.step, "global_step": step} | record_of(scores)) + "\n"
-    write_file(path, "".join([*other_steps, line]).encode())
+def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) -> str:
+    """Write the evaluation of a checkpoint into its run folder, in the place where the training itself writes it.
+
+    Returns:
+        A note on other scores of that step that are replaced; empty if there are none.
+    """
+    step, path = progress.offset + progress.step, save / EVALUATIONS
+    records = {record["global_step"]: record for record in lines_of(path)}
+    before, now = records.get(step, {}), record_of(scores)
+    records[step] = {"step": progress.step, "global_step": step} | now
+    write_file(path, "".join(json.dumps(records[place]) + "\n" for place in sorted(records)).encode())
     write_csv(save / CSV, step, scores)
+    other = [name for name in now.keys() & before.keys() if not math.isclose(before[name], now[name], rel_tol=1e-4)]
+    name = min(other, default="")
+    return (
+        f"{path} had another {name} of global step {step}, {before[name]:.6g}, now {now[name]:.6g}: evaluate.best and "
+        "evaluate.patience compare the new one when the training resumes"
+        if other
+        else ""
+    )
+
+
+def is_due(config: Config, done: int, total: int) -> bool:
+    """Whether a run evaluates its validation sets after a number of its steps."""
+    return bool(config.data.validation) and (done % (config.evaluate.every or config.save.every) == 0 or done == total)
+
+
+def unscored(config: Config, progress: Progress, total: int) -> tuple[str, str] | None:
+    """A note on a checkpoint whose evaluation was due and is not recorded, as of a job that was killed in it.
+
+    Returns:
+        The note, and the command that makes up for it; None if the evaluation is recorded, or was not due.
+    """
+    step = progress.offset + progress.step
+    known = {record["global_step"] for record in lines_of(config.save.path / EVALUATIONS)}
+    if not progress.step or step in known or not is_due(config, progress.step, total):
+        return None
+    return (
+        f"the evaluation of {progress.name} was due and is not in {EVALUATIONS}: evaluate.best and evaluate.patience "
+        "do not count it",
+        f"train eval {quote(str(config.save.path))} --checkpoint {step}",
+    )
 
 
 def write_csv(folder: Path, step: int, scores: Mapping[str, Score]) -> None:

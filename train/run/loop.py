@@ -11,13 +11,13 @@ from typing import cast
 import torch
 
 from converters.common.atomic import lock, stoppable, write_file
-from formats.errors import Interrupted, OutputError
+from formats.errors import Interrupted, OutputError, RefusedError
 from train.data.parts import rank_part
 from train.distributed import World
 from train.engines import Stepping, open_engine
-from train.run.best import Best, open_best
+from train.run.best import Best, open_best, write_best
 from train.run.checkpoint import Progress, Saver, require_sound
-from train.run.evaluate import compared, open_sets
+from train.run.evaluate import compared, open_sets, unscored
 from train.run.generate import open_prompts
 from train.run.identity import begun, record, small_files
 from train.run.layer_norms import layer_norms
@@ -77,7 +77,14 @@ def _alone(config: Config, world: World) -> Iterator[None]:
 def _train(config: Config, world: World, say: Say) -> Progress:
     prepared = prepare(config, world)
     best = world.from_first(lambda: open_best(config, prepared.progress))
+    if best is not None:
+        world.from_first(lambda: write_best(config.save.path, best))
+    missing = world.from_first(lambda: unscored(config, prepared.progress, prepared.total))
+    if missing:
+        prepared = prepared._replace(notes=(*prepared.notes, f"{missing[0]}; {missing[1]} makes up for it"))
     if prepared.progress.step >= prepared.total or (best is not None and best.is_over):
+        if missing and best is not None and config.export is not None and not config.export.exists():
+            raise RefusedError(missing[0], f"{missing[1]}, and the same command again exports the best")
         if world.first:
             after = f"after the last of {prepared.total} steps"
             if best is not None and best.is_over:

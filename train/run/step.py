@@ -18,7 +18,7 @@ from train.engines import Engine
 from train.model.neftune import noise_for
 from train.run.best import Best, score_of, write_best
 from train.run.checkpoint import Progress, Saver
-from train.run.evaluate import Score, evaluate
+from train.run.evaluate import Score, evaluate, is_due
 from train.run.generate import Prompts, generate
 from train.run.log import Log, Say, Step
 from train.run.metrics import Judge
@@ -59,7 +59,7 @@ def finish_step(run: Run, log: Log | None, progress: Progress, step: Step, secon
     leaving = (step.stop or _interval(config, done)) and done < total
     if done % config.save.every == 0 or done == total or leaving or step.due:
         run.saver.start(run.engine, progress)
-    if run.sets and (done % (config.evaluate.every or config.save.every) == 0 or done == total):
+    if is_due(config, done, total):
         run.saver.finish()  # so that the checkpoint survives if the evaluation is killed
         most = config.evaluate.max_rows
         scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.restart)

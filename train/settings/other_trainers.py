@@ -139,8 +139,6 @@ OF_THE_TRAINER: Mapping[str, str] = {
     "adam_epsilon": "optim.eps",
     "max_grad_norm": "optim.clip",
     "gradient_accumulation_steps": "batch.accumulation",
-    "logging_steps": "log.every",
-    "save_total_limit": "save.keep",
     "neftune_noise_alpha": "neftune_alpha",
     "seed": "seed",
 }
@@ -155,6 +153,9 @@ VALUES_OF_THE_TRAINER: Mapping[str, Value] = {
     "warmup_steps": _positive("schedule.warmup"),
     "max_steps": _steps("steps.train_iters"),
     "save_steps": _steps("save.every"),
+    "save_strategy": lambda value: {} if value == "steps" else None,
+    "save_total_limit": _positive("save.keep"),
+    "logging_steps": _steps("log.every"),
     "bf16": _if({"model.dtype": "bf16"}, {"model.dtype": "fp32"}),
     "fp16": lambda value: {} if value is False else None,
     "gradient_checkpointing": _if({"model.activation_checkpointing": True}, {"model.activation_checkpointing": False}),
@@ -167,11 +168,16 @@ IDLE = (
     "output_dir", "overwrite_output_dir", "logging_dir", "logging_strategy", "run_name", "wandb_", "mlflow_", "tf32",
     "group_by_length", "remove_unused_columns", "push_to_hub", "hub_", "trust_remote_code",
     "gradient_checkpointing_kwargs", "save_safetensors", "save_only_model", "do_train", "do_eval", "eval_strategy",
-    "save_strategy", "ddp_timeout", "per_device_eval_batch_size", "eval_batch_size",
+    "ddp_timeout", "per_device_eval_batch_size", "eval_batch_size",
     "greater_is_better", "data_seed", *SHARDS,
 )  # fmt: skip
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "max_steps": (-1, 0), "save_strategy": ("steps",), "fp16": (False,), "pure_bf16": (False,)
+}  # fmt: skip
+"""Values of keys that say no more than their absence, so that defaults apply."""
 LEFT = {
     "fp16": "the compute dtype is bf16 or fp32",
+    "save_strategy": "save.every counts steps",
     "dataset_name": TOKENIZE,
     "eval_steps": SETS,
     "metric_for_best_model": SETS,

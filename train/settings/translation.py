@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from formats.errors import UsageError
-from train.settings.other_trainers import Settings, Trainer
+from train.settings.other_trainers import NEUTRAL, Settings, Trainer
 
 
 def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
@@ -47,8 +47,9 @@ def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
         if not made:
             idle.append(key)
     done = list[str]()
+    meant = {key for key, value in given.items() if value not in NEUTRAL.get(key, ())}
     for keys, theirs, ours_there in trainer.defaults:
-        if given.keys().isdisjoint(keys):
+        if meant.isdisjoint(keys):
             ours_by_name = ours_there(given) if callable(ours_there) else ours_there
             fresh = {
                 name: ours for name, ours in ours_by_name.items() if name not in settings and _holds(name, settings)

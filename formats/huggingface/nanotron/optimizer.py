@@ -343,7 +343,8 @@ def _step(shares: Mapping[Ranks, Share], details: Nanotron, source: Checkpoint) 
     """Return how many steps the optimizer has made.
 
     Raises:
-        SourceError: ranks differ, or checkpoint_metadata.json records another step and the user has not accepted that.
+        SourceError: ranks differ, or checkpoint_metadata.json records another step, or none, and the user has not
+            accepted that.
         UnsupportedError: parameters of one rank have made different numbers of steps.
     """
     first = next(iter(shares.values()))
@@ -355,9 +356,11 @@ def _step(shares: Mapping[Ranks, Share], details: Nanotron, source: Checkpoint) 
                 if len({*share.steps.values()}) > 1 or share is first:
                     raise UnsupportedError(message, WITHOUT)
                 raise SourceError(f"{message}: files of different saves", COPY)
-    if details.step is not None and count != details.step and STEP not in source.settings.accept:
+    if count != details.step and STEP not in source.settings.accept:
+        said = f"says no {STEP}" if details.step is None else f"says {STEP} = {details.step}"
+        said = said if (source.home / METADATA).is_file() else "is not there"
         raise SourceError(
-            f"{first.file.path} has made {count:g} steps, {source.home / METADATA} says {STEP} = {details.step}",
+            f"{first.file.path} has made {count:g} steps, {source.home / METADATA} {said}",
             f"files of different saves? {COPY}; of a training that began without the optimizer of the one before: "
             f"--accept {STEP}",
         )

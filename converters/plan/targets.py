@@ -185,7 +185,7 @@ def plan_megatron(
         places = [require_inside(folder / name, folder) for folder in folders]
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
-    further = mtp.note(spec, source.config or {}, source.dropped)
+    further = mtp.note(spec, dict(source.config or {}), source.dropped)
     notes = (*flags.remarks(target.texts.get(FLAGS, b"").decode()), *remarks, *filter(None, [further]))
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 

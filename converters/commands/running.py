@@ -116,10 +116,13 @@ transformers that loads the model.
 
 def next_step(to: str, out: Path, spec: Spec) -> str:
     """How an output can be used: the line of `NEXT` for its target or purpose."""
+    from formats.disk.json_file import read_json
     from formats.families import FAMILIES
     from formats.huggingface.language_model import auto_class
 
-    name, family, auto = str(out), FAMILIES.get(spec.family), auto_class(spec.family)
+    config = out / "config.json"
+    auto = auto_class(read_json(config) if config.is_file() else {"model_type": spec.family})
+    name, family = str(out), FAMILIES.get(spec.family)
     if to == HUGGINGFACE and family and family.elsewhere:
         return f"{family.architecture} of {family.elsewhere}: no release of transformers has this class"
     return NEXT[to].format(out=name, word=shlex.quote(name), text=json.dumps(name, ensure_ascii=False), auto=auto)

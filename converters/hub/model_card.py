@@ -165,7 +165,7 @@ def version() -> str:
 
 def _usage(folder: Path, repo: str) -> str:
     """The section of the card on how to load the model."""
-    auto = auto_class(read_json(folder / "config.json").get("model_type"))
+    auto = auto_class(read_json(folder / "config.json"))
     if not has_tokenizer(folder):
         lines = [f"from transformers import {auto}", "",
                  f"model = {auto}.from_pretrained({_quoted(repo)}, dtype=\"auto\")"]  # fmt: skip

@@ -298,7 +298,8 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
     options = Options(tp=tp, etp=1 if model.experts else None, dialect=DIALECT, trainer="bridge")
     target = bridge.write(request.root, spec, dtypes.pop(), alpha, options, iteration)
     plan = _finite(make_plan(source, target, request.cast), lambda plan: _bridge_back(plan, base.assets))
-    return replace(plan, inputs=(Input(source, {}), Input(base, {})))
+    notes = (*plan.notes, *filter(None, [peft.unmatched_note(adapter)]))
+    return replace(plan, inputs=(Input(source, {}), Input(base, {})), notes=notes)
 
 
 def _ranks(adapter: peft.Adapter, by_name: Mapping[str, tuple[str, ...]], model: ModelSpec) -> tuple[int, int, float]:

@@ -151,6 +151,7 @@ def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
         yield f"the adapter says that its base is {short(named)}; only names and shapes were compared with {base.root}"
     if any((adapter.root / name).is_file() for name in (*TOKENIZER_FILES, *SAYING)):
         yield f"the tokenizer is that of the base; the adapter's: convert assets OUT --from {adapter.root}"
+    yield from filter(None, [peft.unmatched_note(adapter)])
 
 
 def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot]]:

@@ -346,8 +346,36 @@ def surplus(adapter: Adapter, modules: Iterable[Sequence[str]]) -> list[str]:
     """
     tied = adapter.config.get("ensure_weight_tying")  # embedding and head, which are in no layer, share one LoRA
     with_lora = [names for names in modules if not adapter.added.keys().isdisjoint(names)]
-    outside = [names for names in with_lora if not any(_is_target(name, adapter.config, True) for name in names)]
+    outside = [
+        names
+        for names in with_lora
+        if not any(_is_target(name, adapter.config, not _is_around(name)) for name in names)
+    ]
     return [names[0] for names in outside if not tied or re.search(r"\.\d+\.", names[0])]
+
+
+def _is_around(module: str) -> bool:
+    """Whether a module is an embedding or the output head, which `all-linear` leaves out."""
+    return any(pattern.fullmatch(f"{module}.weight") for pattern in (EMBEDDING, HEAD))
+
+
+def unmatched_note(adapter: Adapter) -> str:
+    """A note on names of `target_modules` that no LoRA has, where no module of the base has one either; or empty.
+
+    PEFT keeps such names. Of experts one by one, which are modules in transformers 4 alone, all may be lost.
+    """
+    named = adapter.config.get("target_modules")
+    without = [
+        str(name)
+        for name in (named if isinstance(named, list) else [])
+        if not any(_is_named(module, [str(name)]) for module in adapter.added)
+    ]
+    return (
+        f"the adapter names {some(without, 4)} in target_modules, of which neither it nor the base has a module: if it "
+        "was trained with experts one by one (transformers 4), what it learned of them is lost"
+        if without
+        else ""
+    )
 
 
 def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> bool:

@@ -9,6 +9,7 @@ none of them can be left out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,13 @@ from formats.model import untabled
 
 TEXT = "text"
 """The value of `--only` for the language model."""
+HEADS = {
+    r".*ForSequenceClassification": "AutoModelForSequenceClassification",
+    r".*ForTokenClassification": "AutoModelForTokenClassification",
+    r".*ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    r"(?!.*LMHeadModel).*Model": "AutoModel",
+}
+"""Pattern of the name of a class without a head of language: the automatic class of transformers that loads it."""
 PREFIXES = {
     "language_model.model.blocks.": "model.layers.",  # as transformers saves a Kimi-K2.5
     "language_model.model.": "model.",
@@ -154,9 +162,12 @@ class Selection(NamedTuple):
         return {new: tensors[old] for new, old in self.names.items()}
 
 
-def auto_class(kind: Any) -> str:
-    """The automatic class of transformers 5.23.0 (auto/modeling_auto.py) that loads a model, by its `model_type`."""
-    return "AutoModelForImageTextToText" if kind in [*WHOLES] else "AutoModelForCausalLM"
+def auto_class(config: Mapping[str, Any]) -> str:
+    """The automatic class of transformers 5.23.0 (auto/modeling_auto.py) that loads the model of a config."""
+    for pattern, name in HEADS.items():
+        if any(re.fullmatch(pattern, str(architecture)) for architecture in config.get("architectures") or ()):
+            return name
+    return "AutoModelForImageTextToText" if config.get("model_type") in [*WHOLES] else "AutoModelForCausalLM"
 
 
 def has_class(kind: str) -> bool:

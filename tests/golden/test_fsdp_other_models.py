@@ -102,6 +102,7 @@ def test_it_arrives_under_its_own_names(convert, tmp_path, name):
     ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", tmp_path / "hf")
     assert ran.code == 0, ran.err
     assert ("no table checks the names" in ran.err) is not has_table(name)
+    assert f"next: {case.auto}.from_pretrained(" in ran.out
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == [name.split(maxsplit=1)[0]]
     loaded, info = getattr(transformers, case.auto).from_pretrained(

@@ -188,6 +188,17 @@ def test_all_linear_is_what_peft_takes_it_for(model, convert, tmp_path, family):
         assert "then name those that were in target_modules" in ran.err
 
 
+def test_the_output_head_is_not_in_all_linear(model, convert, tmp_path):
+    """PEFT would not load its LoRA."""
+    listed = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    adapter = adapter_of(model("llama"), tmp_path / "adapter", target_modules=listed)
+    assert convert("merge", model("llama"), adapter, tmp_path / "listed").code == 0
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "all-linear"}))
+    ran = convert("merge", model("llama"), adapter, tmp_path / "out")
+    assert (ran.code, "a LoRA of 1 modules that its config leaves out: lm_head" in ran.err) == (3, True), ran.err
+
+
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -491,6 +502,29 @@ def test_experts_one_by_one(model, convert, tmp_path):
             magnitude = tensors[f"base_model.model.{key.removesuffix('.weight')}.lora_magnitude_vector"]
             want *= (magnitude / np.linalg.norm(want, axis=1))[:, None]
         assert (after == want.astype(np.float32)).all(), key
+
+
+def test_what_was_learned_of_all_experts_one_by_one_and_is_lost_is_told(model, convert, tmp_path):
+    """In memory transformers 5 has no such modules, so that nothing but the config names them."""
+    from safetensors.numpy import load_file, save_file
+
+    base, adapter = model("mixtral"), tmp_path / "adapter"
+    adapter.mkdir()
+    shapes = {key: tensor.shape for key, tensor in load_file(base / "model.safetensors").items()}
+    tensors = {}
+    for key in [key for key in shapes if key.endswith("q_proj.weight")]:
+        module = f"base_model.model.{key.removesuffix('.weight')}"
+        tensors[f"{module}.lora_A.weight"] = np.ones((3, shapes[key][1]), "f4")
+        tensors[f"{module}.lora_B.weight"] = np.ones((shapes[key][0], 3), "f4")
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "w1", "w2"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    told = "the adapter names w1, w2 in target_modules, of which neither it nor the base has a module"
+    for command in ("merge", "peft2megatron"):
+        ran = convert(command, base, adapter, tmp_path / command)
+        assert (ran.code, told in ran.err) == (0, True), ran.err
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    assert "target_modules" not in convert("merge", base, adapter, tmp_path / "sound").err
 
 
 def test_peft_drops_the_dense_layers_of_experts_one_by_one(model, convert, tmp_path):
